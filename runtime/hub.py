@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill import __version__
-from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.safetensors import INDEX
 from gristmill.quant.errors import ConfigError
 from gristmill.runtime.hub_files import ModelFiles, model_files

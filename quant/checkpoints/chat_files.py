@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gristmill.quant.checkpoints.files import read_json, read_text
 from gristmill.quant.errors import ConfigError
 
 MAX_BYTES = 4 << 20
@@ -37,9 +37,9 @@ def directory_chat_files(path: Path) -> ChatFiles:
         _object(path / "chat_template.json").get("chat_template"), path / "chat_template.json"
     )
     if (file := path / "chat_template.jinja").is_file():
-        templates["default"] = _text(file)
+        templates["default"] = read_text(file, MAX_BYTES)
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = _text(file)
+        templates[file.stem] = read_text(file, MAX_BYTES)
     tokens = {
         **_object(path / "special_tokens_map.json"),
         **{name: value for name, value in settings.items() if name.endswith("_token") and value is not None},
@@ -70,26 +70,7 @@ _GGUF = {"unk": "unknown", "pad": "padding"}
 
 def _object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(_text(file))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _text(file: Path) -> str:
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{file} has more than {MAX_BYTES} bytes: no file of a conversation")
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8: {error}") from error
+    return read_json(file, MAX_BYTES) if file.is_file() else {}
 
 
 def _templates(value: Any, file: Path) -> dict[str, str]:

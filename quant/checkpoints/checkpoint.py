@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -67,16 +66,3 @@ def read_tokenizer(path: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception for a file it cannot read
         raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ConfigError if it cannot be read."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, Entry, SafetensorsCheckpoint
 from gristmill.quant.errors import CheckpointError
 

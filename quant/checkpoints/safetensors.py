@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gristmill.quant.checkpoints import tekken
 from gristmill.quant.checkpoints.chat_files import ChatFiles, directory_chat_files
-from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_json, read_tokenizer
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_tokenizer
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import checkpoint_formats
 

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.errors import ConfigError
 from gristmill.quant.formats.contract import Fields
 
@@ -85,7 +85,7 @@ def tekken_tokenizer(path: Path) -> Any:
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    data = _read(path)
+    data = read_json(path, MAX_BYTES)
     config = TekkenFields(data.get("config"), f"{path}: config")
     special = special_tokens(data, config)
     count = config.get("default_vocab_size", int, least=len(special) + 256) - len(special)
@@ -150,16 +150,6 @@ def merges(tokens: Collection[str]) -> Iterator[tuple[str, str]]:
         for cut in range(len(token) - 1, 0, -1):
             if token[:cut] in tokens and token[cut:] in tokens:
                 yield token[:cut], token[cut:]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    if size > MAX_BYTES:
-        raise ConfigError(f"{path} has {size} bytes, more than the {MAX_BYTES} of any such file")
-    return read_json(path)
 
 
 def _vocabulary(entries: Any, count: int, path: str) -> dict[str, None]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gristmill import __version__
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.checkpoints.checkpoint import FLOATS, read_json
+from gristmill.quant.checkpoints.checkpoint import FLOATS
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, Entry, SafetensorsCheckpoint, read_header
 from gristmill.quant.errors import CheckpointError, UsageError
 from gristmill.quant.formats import FormatError, Writer, open_format, open_writer

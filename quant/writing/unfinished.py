@@ -14,7 +14,7 @@ from typing import Any, Self
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.safetensors import read_header
 from gristmill.quant.errors import UsageError
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.quant.checkpoints.checkpoint import Checkpoint, read_json
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.quant.checkpoints.colbert import ARCHITECTURE as COLBERT
 from gristmill.quant.checkpoints.colbert import METADATA, ColbertCheckpoint
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.gguf import GgufCheckpoint
 from gristmill.quant.checkpoints.native import NativeCheckpoint
 from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
@@ -21,9 +22,6 @@ from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.hub import local_model
 from gristmill.runtime.loader.unknown import unknown
 from gristmill.runtime.models import families, native_layouts, reported, text_parts
-
-LARGEST = 64 << 20
-"""Bytes of a config.json, which has some kilobytes, and a megabyte where it names every expert."""
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
@@ -43,14 +41,10 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
         if NativeCheckpoint.is_at(place, layout):
             return NativeCheckpoint(place, layout)
     file = place / "config.json"
-    if file.is_file() and file.stat().st_size > LARGEST:
-        raise ConfigError(f"{file} has more than {LARGEST} bytes: it is no configuration")
     try:
-        data = read_json(file) if file.is_file() else {}  # reading a pipe or a device would never end
+        data = read_json(file) if file.is_file() else {}
     except ConfigError:
         data = {}  # reported where it is read
-    except RecursionError as error:
-        raise ConfigError(f"{file} is not JSON of a configuration: {error}") from error
     if (part := _text_part(data)) is not None:
         return TextPartCheckpoint(place, part)
     if (encoder := _colbert_encoder(place, data)) is not None:

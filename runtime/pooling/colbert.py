@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gristmill.quant.checkpoints.checkpoint import Checkpoint, read_json
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.quant.checkpoints.colbert import METADATA, PROJECTION, ColbertCheckpoint
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.config import Fields
 from gristmill.runtime.errors import ConfigError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.runtime.config import Fields
 from gristmill.runtime.errors import ConfigError
 

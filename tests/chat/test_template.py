@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,14 @@ def test_files_of_a_directory(tmp_path: Path) -> None:
         directory_chat_files(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
+        directory_chat_files(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
+        directory_chat_files(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / "additional_chat_templates" / "pipe.jinja")
+    with pytest.raises(ConfigError, match=r"pipe\.jinja: it is no regular file"):
         directory_chat_files(tmp_path)
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.files import read_json
 from gristmill.quant.checkpoints.parts import Joined
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, SafetensorsCheckpoint, read_header
 from gristmill.quant.checkpoints.weights import Weights
@@ -338,6 +339,20 @@ def test_what_is_no_file_is_not_read(llama: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(ConfigError, match=r"config\.json has more than .* bytes"):
         load_config(llama)
+
+
+def test_files_beside_the_configuration_are_bounded_too(llama: Path, tmp_path: Path) -> None:
+    file = llama / "generation_config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        load_config(llama)
+    with file.open("wb") as stream:
+        stream.truncate(1 << 30)
+    with pytest.raises(ConfigError, match=r"generation_config\.json has more than .* bytes"):
+        load_config(llama)
+    os.mkfifo(tmp_path / "params.json")
+    with pytest.raises(ConfigError, match=r"cannot read .*params\.json: it is no regular file"):
+        read_json(tmp_path / "params.json")
 
 
 @pytest.mark.parametrize("changes", [{"max_position_embeddings": 10**9}, {"head_dim": 10**9}])

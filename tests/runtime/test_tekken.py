@@ -249,7 +249,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="must hold a JSON object, got list"):
         tekken_tokenizer(path)
     monkeypatch.setattr(tekken, "MAX_BYTES", 2)
-    with pytest.raises(ConfigError, match="has 3 bytes, more than the 2 of any such file"):
+    with pytest.raises(ConfigError, match="has more than 2 bytes"):
         tekken_tokenizer(path)
 
 
