@@ -375,6 +375,14 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
     table = Fields(entries, f"{fields.origin}: rotary embedding of type {kind!r}")
     for name in ROPE_NUMBERS:
         table.number(name, None)
+    for name in ("short_factor", "long_factor"):
+        factors = entries.get(name) or ()
+        if not isinstance(factors, Sequence) or not all(
+            isinstance(factor, int | float) for factor in factors
+        ):
+            raise ConfigError(
+                f"{table.origin}: entry {name!r} must be a list of numbers, got {str(factors)[:100]}"
+            )
     bound = entries.get("low_freq_factor")
     if isinstance(bound, int | float) and bound == entries.get("high_freq_factor"):
         entries = {**entries, "high_freq_factor": math.nextafter(bound, math.inf)}
@@ -383,8 +391,8 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
         entries = {**entries, "original_max_position_embeddings": original}
     try:
         return RopeParameters.parse(entries, theta, fields.size("max_position_embeddings"))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{fields.origin}: {error}") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{table.origin}: {error}") from error
 
 
 ROPE_NUMBERS = (

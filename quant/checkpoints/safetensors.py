@@ -32,6 +32,9 @@ SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """The maximum size of a header in the format, in bytes."""
 
+MAX_NAME = 255
+"""The maximum size of a file's name on Linux, in bytes."""
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,6 +51,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+UNUSED_DTYPES = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ")
+"""Dtypes of the format that no weight read here has."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +215,13 @@ class SafetensorsCheckpoint:
         ):
             raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
         for name, file in expected.items():
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{index}: {file!r} is not a safetensors file of this folder")
+            if (
+                Path(file).name != file
+                or not file.endswith(".safetensors")
+                or not file.isprintable()
+                or len(file.encode()) > MAX_NAME
+            ):
+                raise CheckpointError(f"{index}: {file[:300]!r} is not a safetensors file of this folder")
             if not (self.path / file).is_file():
                 count = sum(f == file for f in expected.values())
                 raise CheckpointError(
@@ -262,6 +272,10 @@ def _entry(file: Path, name: str, value: Any, wrong: Any) -> Entry:
     dtype = DTYPES.get(str(fields.get("dtype")))
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
+    if fields.get("dtype") in UNUSED_DTYPES:
+        raise CheckpointError(
+            f"{file}: tensor {name} has dtype {fields['dtype']}, which is not read; known: {', '.join(DTYPES)}"
+        )
     if dtype is None:
         raise wrong(f"tensor {name} has dtype {fields.get('dtype')!r}")
     for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):

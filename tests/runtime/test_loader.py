@@ -60,9 +60,10 @@ def test_index_that_names_a_tensor_its_shard_lacks(deepseek: Path) -> None:
         list(SafetensorsCheckpoint(deepseek))
 
 
-def test_index_may_not_leave_the_folder(deepseek: Path) -> None:
+@pytest.mark.parametrize("name", ["../x.safetensors", "x" * 250 + ".safetensors", "x\0.safetensors"])
+def test_index_may_not_leave_the_folder(name: str, deepseek: Path) -> None:
     index = json.loads((deepseek / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "../x.safetensors"
+    index["weight_map"]["model.norm.weight"] = name
     (deepseek / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
         list(SafetensorsCheckpoint(deepseek))
@@ -81,6 +82,15 @@ def test_longer_than_its_header_says(llama: Path) -> None:
         file.write(b"x")
     with pytest.raises(CheckpointError, match="truncated or corrupt"):
         list(SafetensorsCheckpoint(llama))
+
+
+@pytest.mark.parametrize("dtype", ["U16", "U32", "U64", "C64", "F4", "F8_E5M2FNUZ"])
+def test_dtypes_that_are_not_read(dtype: str, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 64]}}).encode()
+    file = tmp_path / SINGLE
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    with pytest.raises(CheckpointError, match=rf"safetensors: tensor a has dtype {dtype}, which is not read"):
+        read_header(file)
 
 
 def test_mutated_headers_never_get_through_unseen(llama: Path, tmp_path: Path) -> None:
@@ -231,6 +241,14 @@ def edited(**changes: Any) -> dict[str, Any]:
             "'factor' must be a finite number",
         ),
         ({"rope_parameters": {"full_attention": 3}}, "rotary embedding must be an object, got 3"),
+        (
+            {"rope_parameters": LONGROPE | {"short_factor": ["a"] * 32}},
+            "'short_factor' must be a list of numbers, got ",
+        ),
+        (
+            {"rope_parameters": LONGROPE | {"short_factor": 5}},
+            "'short_factor' must be a list of numbers, got 5",
+        ),
         ({"rope_parameters": LONGROPE | {"short_factor": [1.0] * 3}}, "must be 32 positive numbers, .* got "),
         ({"rope_parameters": LONGROPE | {"long_factor": [0.0] * 32}}, "must be 32 positive numbers"),
         ({"partial_rotary_factor": 0.5}, "LlamaForCausalLM rotates whole heads of 64 elements, got 32 by"),
