@@ -76,8 +76,8 @@ def test_why_a_completion_failed(gristmill: Command) -> None:
         "1e-38",
     )
     answer = json.loads(gristmill(*command, "--json").stdout)
-    assert answer["finish_reason"] == "error" and answer["error"]["code"] == "invalid_logits"
-    assert "finish: error (invalid_logits: the model's" in " ".join(gristmill(*command).stderr.split())
+    assert answer["finish_reason"] == "error" and answer["error"]["code"] == "parameters_overflow"
+    assert "finish: error (parameters_overflow: the model's" in " ".join(gristmill(*command).stderr.split())
 
 
 def test_as_a_program(cache: Path) -> None:
