@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gristmill.kernels.rope.cache import KINDS, RopeParameters
+from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.quant.formats import contract
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layer_attention import LayerAttention
@@ -357,126 +357,6 @@ def layer_kinds(
 def layer_windows(fields: Fields, window: int | None, usual: Sequence[str]) -> tuple[int, ...]:
     """The window of each layer by `layer_kinds`, 0 for full attention."""
     return tuple((window or 0) if kind == SLIDING else 0 for kind in layer_kinds(fields, usual))
-
-
-def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> RopeParameters:
-    """The frequencies that the entries of a ``rope_parameters`` or a ``rope_scaling`` give; `theta` where they have none. The original length
-    beside the table, as in files of Phi-3, counts before the one in it. The two bounds of llama3 may be one, as in Llama 4 Scout: then no
-    wavelength lies between them."""
-    if not isinstance(entries, Mapping):
-        raise ConfigError(
-            f"{fields.origin}: entries of a rotary embedding must be an object, got {entries!r}"
-        )
-    kind = entries.get("rope_type", entries.get("type")) or "default"
-    if kind not in (*KINDS, "su"):
-        raise ConfigError(
-            f"{fields.origin}: rope type {kind!r} is not supported; supported: {', '.join(KINDS)}"
-        )
-    table = Fields(entries, f"{fields.origin}: rotary embedding of type {kind!r}")
-    for name in ROPE_NUMBERS:
-        table.number(name, None)
-    for name in ("short_factor", "long_factor"):
-        factors = entries.get(name) or ()
-        if not isinstance(factors, Sequence) or not all(
-            isinstance(factor, int | float) for factor in factors
-        ):
-            raise ConfigError(
-                f"{table.origin}: entry {name!r} must be a list of numbers, got {str(factors)[:100]}"
-            )
-    bound = entries.get("low_freq_factor")
-    if isinstance(bound, int | float) and bound == entries.get("high_freq_factor"):
-        entries = {**entries, "high_freq_factor": math.nextafter(bound, math.inf)}
-    original = fields.get("original_max_position_embeddings", int, None)
-    if original is not None:
-        entries = {**entries, "original_max_position_embeddings": original}
-    try:
-        return RopeParameters.parse(entries, theta, fields.size("max_position_embeddings"))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{table.origin}: {error}") from error
-
-
-ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-)
-"""Entries of a rotary embedding that are numbers."""
-
-
-def model_rope(fields: Fields) -> dict[str, Any]:
-    """`rope` of a model: of ``rope_parameters`` of transformers 5, of full attention where they are by kind of layer, or of ``rope_theta`` and
-    ``rope_scaling`` of earlier files. Those of longrope have a second set of frequencies for sequences longer than the original length."""
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    entries, theta = entries.get(FULL) or entries, fields.number("rope_theta", 10000.0)
-    rope, longest = parse_rope(fields, entries, theta), fields.size("max_position_embeddings")
-    if rope.kind != "longrope" or rope.original >= longest:
-        return {"rope": rope}
-    long = parse_rope(fields, {**entries, "short_factor": entries.get("long_factor")}, theta)
-    return {"rope": rope, "max_position": rope.original, "long_position": longest, "long_rope": long}
-
-
-def need_rope(fields: Fields) -> None:
-    """For families whose frequencies are scaled where no entry says otherwise, by numbers that differ between their models."""
-    if not (fields.data.get("rope_parameters") or fields.data.get("rope_scaling")):
-        raise ConfigError(
-            f"{fields.origin}: entry 'rope_parameters' (in earlier files 'rope_scaling') is missing: the scaling of the rotary embedding is not known"
-        )
-
-
-def by_layer_kind(fields: Fields) -> Mapping[str, Any]:
-    """``rope_parameters`` of a family that has them by kind of layer; {} if there are none. ConfigError if they are for all layers alike."""
-    given: Mapping[str, Any] = fields.get("rope_parameters", dict, None) or {}
-    if given and not {FULL, SLIDING} & given.keys():
-        raise ConfigError(
-            f"{fields.origin}: rope_parameters must have an object for {FULL} and one for {SLIDING}, got {', '.join(given)}"
-        )
-    return given
-
-
-def ropes_by_kind(
-    fields: Fields, usual: Sequence[str], theta: float, sliding_theta: float
-) -> dict[str, tuple[RopeParameters, ...]]:
-    """`layer_ropes` of a family whose layers with a window have frequencies of their own, in ``rope_parameters`` of transformers 5 by kind.
-    In earlier files, ``rope_scaling`` is about full attention alone."""
-    by_kind = by_layer_kind(fields)
-    full = by_kind.get(FULL) or fields.get("rope_scaling", dict, None) or {}
-    ropes = {
-        FULL: parse_rope(fields, full, theta),
-        SLIDING: parse_rope(fields, by_kind.get(SLIDING) or {}, sliding_theta),
-    }
-    return {"layer_ropes": tuple(ropes[kind] for kind in layer_kinds(fields, usual))}
-
-
-def rotated(fields: Fields, head_dim: int | None = None, usual: float = 1.0) -> int:
-    """Elements of a head that are rotated: ``rotary_dim``, or a share of the head, `usual` where no entry gives it.
-
-    Args:
-        head_dim: None = as config.json has it.
-
-    Raises:
-        ConfigError: they are not an even number of the head's elements.
-    """
-    width = (
-        head_dim
-        or fields.size("head_dim", None)
-        or fields.size("hidden_size") // fields.size("num_attention_heads")
-    )
-    entries = Fields(fields.get("rope_parameters", dict, None) or {}, f"{fields.origin}: rope_parameters")
-    share = entries.number("partial_rotary_factor", None) or fields.number("partial_rotary_factor", usual)
-    count: int = fields.size("rotary_dim", int(width * share))
-    if not 2 <= count <= width or count % 2:
-        raise ConfigError(
-            f"{fields.origin}: an even number of a head's {width} elements can be rotated, got {count} by rotary_dim or "
-            "partial_rotary_factor"
-        )
-    return count
 
 
 ACTIVATIONS = {

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
-from gristmill.runtime.config import Fields, by_layer_kind, parse_rope
+from gristmill.runtime.config import Fields
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layer_attention import LayerAttention
+from gristmill.runtime.rope_entries import by_layer_kind, parse_rope
 
 ENTRIES = ("head_dim", "num_key_value_heads")
 

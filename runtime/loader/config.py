@@ -17,11 +17,12 @@ from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.checkpoints.text_part import TextPart, TextPartCheckpoint
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, labels, model_rope, rotated
+from gristmill.runtime.config import Fields, ModelConfig, labels
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.hub import local_model
 from gristmill.runtime.loader.unknown import unknown
 from gristmill.runtime.models import families, native_layouts, reported, text_parts
+from gristmill.runtime.rope_entries import model_rope, rotated
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:

@@ -11,16 +11,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import (
-    FULL,
-    SLIDING,
-    Fields,
-    ModelConfig,
-    MoeConfig,
-    layer_kinds,
-    layer_windows,
-    parse_rope,
-)
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, MoeConfig, layer_kinds, layer_windows
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import (
     GGUF_ATTENTION,
@@ -31,6 +22,7 @@ from gristmill.runtime.models.llama import (
     mlp,
 )
 from gristmill.runtime.models.qwen import GGUF_EXPERTS, experts
+from gristmill.runtime.rope_entries import parse_rope
 
 NORMS = {
     "attention_norm": "input_layernorm",

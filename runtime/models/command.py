@@ -10,15 +10,7 @@ from typing import Any, ClassVar
 
 from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import (
-    FULL,
-    SLIDING,
-    Fields,
-    ModelConfig,
-    layer_kinds,
-    layer_windows,
-    parse_rope,
-)
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, layer_kinds, layer_windows
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import (
     GGUF_ATTENTION,
@@ -28,6 +20,7 @@ from gristmill.runtime.models.llama import (
     ParallelLayer,
     decoder_table,
 )
+from gristmill.runtime.rope_entries import parse_rope
 
 
 def table(c: ModelConfig) -> WeightTable:

@@ -11,15 +11,7 @@ from typing import Any
 from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import (
-    FULL,
-    SLIDING,
-    Fields,
-    ModelConfig,
-    gguf_fields,
-    layer_windows,
-    ropes_by_kind,
-)
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, gguf_fields, layer_windows
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import (
@@ -30,6 +22,7 @@ from gristmill.runtime.models.llama import (
     Llama,
     decoder_table,
 )
+from gristmill.runtime.rope_entries import ropes_by_kind
 
 NORMS = {
     "attention_norm": "input_layernorm",

@@ -11,10 +11,11 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, rotated
+from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, PRE_NORMS, Llama, decoder_table
 from gristmill.runtime.models.phi3 import GGUF_FUSED, fused, fused_mlp
+from gristmill.runtime.rope_entries import rotated
 
 NORMS = {
     **PRE_NORMS,

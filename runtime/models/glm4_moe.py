@@ -7,9 +7,10 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, gguf_fields, rotated
+from gristmill.runtime.config import Fields, ModelConfig, gguf_fields
 from gristmill.runtime.models import Family, deepseek_v3
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_HEAD_NORMS, GGUF_MLP, Llama, attention, norms
+from gristmill.runtime.rope_entries import rotated
 
 
 def layer_weights(c: ModelConfig, index: int) -> Iterator[Weight]:

@@ -11,20 +11,13 @@ from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import (
-    FULL,
-    SLIDING,
-    Fields,
-    ModelConfig,
-    MoeConfig,
-    layer_windows,
-    need_rope,
-)
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, MoeConfig, layer_windows
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.models import Family, llama
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table
+from gristmill.runtime.rope_entries import need_rope
 
 ALPHA = 1.702
 """Alpha of the experts' activation, which the configuration does not state."""

@@ -13,20 +13,12 @@ from typing import Any
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import (
-    CHUNKED,
-    FULL,
-    Fields,
-    ModelConfig,
-    MoeConfig,
-    QueryScale,
-    layer_kinds,
-    parse_rope,
-)
+from gristmill.runtime.config import CHUNKED, FULL, Fields, ModelConfig, MoeConfig, QueryScale, layer_kinds
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table, mlp
 from gristmill.runtime.models.qwen import experts
+from gristmill.runtime.rope_entries import parse_rope
 
 SPAN = 8192
 """Tokens of a chunk, and positions with the same factor of queries, in every model of Llama 4."""

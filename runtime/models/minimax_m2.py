@@ -8,11 +8,12 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, MoeConfig, rotated
+from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_HEAD_NORMS, Llama, decoder_table
 from gristmill.runtime.models.qwen import experts
+from gristmill.runtime.rope_entries import rotated
 
 
 def table(c: ModelConfig) -> WeightTable:

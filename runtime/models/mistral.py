@@ -11,10 +11,11 @@ from typing import Any
 
 from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import SLIDING, Fields, QueryScale, layer_windows, need_rope
+from gristmill.runtime.config import SLIDING, Fields, QueryScale, layer_windows
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table
 from gristmill.runtime.models.mistral_native import NATIVE
+from gristmill.runtime.rope_entries import need_rope
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:

@@ -10,15 +10,7 @@ from torch import Tensor
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
-from gristmill.runtime.config import (
-    FULL,
-    SLIDING,
-    Fields,
-    ModelConfig,
-    activation,
-    layer_windows,
-    ropes_by_kind,
-)
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, activation, layer_windows
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.encoder import ClassifierHead, PreNormLayer
 from gristmill.runtime.layers.linear import PartialSum
@@ -27,6 +19,7 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Ropes
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.encoder_table import head_shards
+from gristmill.runtime.rope_entries import ropes_by_kind
 from gristmill.runtime.sequences import Sequences
 
 

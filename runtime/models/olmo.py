@@ -10,7 +10,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, layer_windows, ropes_by_kind
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, layer_windows
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import (
     GGUF_ATTENTION,
@@ -20,6 +20,7 @@ from gristmill.runtime.models.llama import (
     Llama,
     decoder_table,
 )
+from gristmill.runtime.rope_entries import ropes_by_kind
 
 NORMS = {
     "attention_post_norm": "post_attention_layernorm",

@@ -13,10 +13,11 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import SLIDING, Fields, ModelConfig, layer_windows, rotated
+from gristmill.runtime.config import SLIDING, Fields, ModelConfig, layer_windows
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table, mlp
+from gristmill.runtime.rope_entries import rotated
 
 
 def table(c: ModelConfig) -> WeightTable:
