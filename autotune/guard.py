@@ -75,9 +75,7 @@ def _apart(out: torch.Tensor, arguments: Sequence[Any]) -> bool:
     begin = out.data_ptr()
     end = begin + out.nbytes
     for given in arguments:
-        for tensor in given if type(given) is list else (given,):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in tensors(given):
             at = tensor.data_ptr()
             if at < end and (at + tensor.nbytes > begin or not tensor.is_contiguous()):
                 return False

@@ -41,9 +41,8 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     for layout in native_layouts():
         if NativeCheckpoint.is_at(place, layout):
             return NativeCheckpoint(place, layout)
-    file = place / "config.json"
     try:
-        data = read_json(file) if file.is_file() else {}
+        data = read_json(place / "config.json")
     except ConfigError:
         data = {}  # reported where it is read
     if (part := _text_part(data)) is not None:
