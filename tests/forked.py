@@ -51,20 +51,23 @@ def run(
     path: Sequence[Path] = (),
     imported: str = TORCH,
     workers: bool = False,
+    given: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, which starts with ``-m MODULE``, ``-c CODE`` or a file.
 
     env: its environment, that of this process by default. path: folders to import from first, also for its children. imported: as of
     `Process`; with `RUNTIME`, the children of the program are forks too. workers: those that verify kernels for it are; a sitecustomize.py
-    is nothing to them.
+    is nothing to them. given: what it reads from its standard input, then a pipe.
     """
     folders = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
     environment = {**(os.environ if env is None else env), "PYTHONPATH": folders}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         with out.open("wb") as to, err.open("wb") as errors:
-            descriptors = {1: to.fileno(), 2: errors.fileno()}
+            descriptors = {1: to.fileno(), 2: errors.fileno()} | ({0: _pipe_of(given)} if given else {})
             process = Process(command, descriptors, environment, cwd, imported=imported, workers=workers)
+            if given:
+                os.close(descriptors[0])
         try:
             status = process.wait()
         except BaseException:  # such as a test's time-out
@@ -72,6 +75,14 @@ def run(
             process.wait()
             raise
         return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
+
+
+def _pipe_of(text: str) -> int:
+    """The end to read of a pipe that holds a text, which must be short enough for it."""
+    end, to_it = os.pipe()
+    with os.fdopen(to_it, "w") as file:
+        file.write(text)
+    return end
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from gristmill.autotune import compilations
 from gristmill.autotune.compilations import CACHE_VARIABLE, keep_below
 from gristmill.kernel_registry.policy import Policy
+from tests import forked
 
 KERNEL = """
 import json, os, sys
@@ -48,11 +47,11 @@ def test_a_later_process_finds_compiled_code(tmp_path: Path) -> None:
     env = {
         name: value for name, value in os.environ.items() if name not in (CACHE_VARIABLE, "TRITON_INTERPRET")
     }
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
     def run(*folders: str) -> object:
-        command = [sys.executable, str(script), *(str(tmp_path / name) for name in folders)]
-        return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+        done = forked.run(str(script), *(str(tmp_path / name) for name in folders), env=env)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
     assert run("image") == [[[1, 0]], [False]]
     assert any((tmp_path / "image" / "triton").rglob("double.cubin"))

@@ -63,17 +63,10 @@ def run_with_bad_kernels(tmp_path: Path) -> tuple[dict[str, dict], str]:
     extra = tmp_path / "extra"
     extra.mkdir(exist_ok=True)
     (extra / "rms_norm_bad.py").write_text(SPEC)
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import gristmill.kernels.norm as family\nfamily.__path__.append({str(extra)!r})\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    process = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    added = f"import gristmill.kernels.norm as family\nfamily.__path__.append({str(extra)!r})\n"
+    (tmp_path / "sitecustomize.py").write_text(added)  # for the processes that verify
+    process = forked.run("-c", added + RUN, str(tmp_path / "cache"), path=(tmp_path,))
+    assert process.returncode == 0, process.stderr
     return {row["kernel"]: row for row in json.loads(process.stdout)}, process.stderr
 
 

@@ -30,6 +30,7 @@ from gristmill.tools.chat.session import Answer, Session, recommended
 from gristmill.tools.chat.slash import Again, Leave, run_slash
 from gristmill.tools.chat.terminal import interruptible, read_question, show_answer
 from gristmill.tools.cli import cli
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "docs-llama"
@@ -473,16 +474,9 @@ def test_without_a_name_the_default_model_is_taken(monkeypatch: pytest.MonkeyPat
 
 
 def test_over_a_pipe(arguments: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
-    line = [sys.executable, *arguments, "--max-tokens", "3", "--json"]
-    done = subprocess.run(
-        line,
-        input="The index\n\n/etc is\n",
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
+    options = ("--max-tokens", "3", "--json")
+    lines = "The index\n\n/etc is\n"
+    done = forked.run(*arguments, *options, env=environment, cwd=ROOT, imported=forked.RUNTIME, given=lines)
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert (first["prompt"], second["prompt"]) == (

@@ -34,6 +34,7 @@ from lab import (
     sampling,
     varlen_attention,
 )
+from tests import forked
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
 from tests.lab.test_loading_memory import SMALL as SMALL_MODELS
@@ -263,9 +264,7 @@ def test_programs_start_from_the_checkout() -> None:
         "    try: runpy.run_module(f'lab.{name}', run_name='__main__')\n"
         "    except SystemExit as end: assert not end.code, name\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    process = forked.run("-c", code, cwd=ROOT, path=(ROOT,))
     assert process.returncode == 0, process.stderr
     assert process.stdout.lower().count("usage: ") == len(PROGRAMS)
 

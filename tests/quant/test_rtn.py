@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import torch
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 from gristmill.quant import QuantTensor, numeric, quantize, rtn
 from gristmill.quant.tensor import same_bits
+from tests import forked
 from tests.quant.oracle import QUANTIZED, act_order, round_trip, weight
 
 
@@ -269,6 +268,6 @@ def test_peak_memory_of_a_large_expert_weight() -> None:
         "quantize(w, 'int4_g128')\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = forked.run("-c", code)
     # a float32 copy of the weight alone would take 128 MB, and each temporary as much again
-    assert int(run.stdout) < 230
+    assert run.returncode == 0 and int(run.stdout) < 230, run.stderr

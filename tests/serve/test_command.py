@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,29 +24,25 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @contextmanager
-def command(log: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """(address, process) of a server."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "gristmill.tools.cli",
-            "serve",
-            *arguments,
-            "--port",
-            "0",
-            "--log-file",
-            str(log),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+def command(
+    log: Path, *arguments: str, own: bool = False
+) -> Iterator[tuple[str, subprocess.Popen[str] | forked.Process]]:
+    """(address, process) of a server: a fork whose engine is one too, or, if `own`, processes that begin with their own interpreter."""
+    line = ["-m", "gristmill.tools.cli", "serve", *arguments, "--port", "0", "--log-file", str(log)]
+    end, to_it = os.pipe()
+    process: subprocess.Popen[str] | forked.Process
+    if own:
+        process = subprocess.Popen([sys.executable, *line], stderr=to_it, text=True, cwd=ROOT)
+    else:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        descriptors = {1: 1, 2: to_it}
+        process = forked.Process(line, descriptors, environment, ROOT, imported=forked.RUNTIME)
+    os.close(to_it)
+    errors = os.fdopen(end)
     try:
-        assert process.stderr is not None
         found = None
-        for line in process.stderr:  # until it ends
-            if found := re.search(r"at (http://127\.0\.0\.1:\d+)", line):
+        for said in errors:  # until it ends
+            if found := re.search(r"at (http://127\.0\.0\.1:\d+)", said):
                 break
         assert found is not None
         yield found[1], process
@@ -53,6 +50,7 @@ def command(log: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[
         if process.poll() is None:
             process.kill()
         process.wait()
+        errors.close()
 
 
 def test_a_server_answers_and_ends(tmp_path: Path, policy_file) -> None:
@@ -60,7 +58,7 @@ def test_a_server_answers_and_ends(tmp_path: Path, policy_file) -> None:
     policy_file()
     log = tmp_path / "log"
     options = ("--device", "cpu", "--dtype", "fp32", "--warm", "off", "--chat-template", CHATML)
-    with command(log, str(MODEL), "--served-model-name", "m", *options) as (url, process):
+    with command(log, str(MODEL), "--served-model-name", "m", *options, own=True) as (url, process):
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.get(f"{url}/ready").status_code in (200, 503)
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)

@@ -28,7 +28,7 @@ def test_an_engine_that_is_killed_is_started_again_and_given_up_when_it_keeps_dy
     policy_file()
     log = tmp_path / "log"
     options = ("--device", "cpu", "--dtype", "fp32", "--warm", "off", "--restarts", "1")
-    with command(log, str(MODEL), *options, "--chat-template", CHATML) as (url, process):
+    with command(log, str(MODEL), *options, "--chat-template", CHATML, own=True) as (url, process):
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
         [engine] = children(process.pid)
         body = {"prompt": "The function", "max_tokens": 400, "ignore_eos": True, "stream": True}
