@@ -197,3 +197,22 @@ def room(service_limit: int, prompt_tokens: int, wanted: int | None) -> int:
     if wanted is not None and wanted < 1:
         raise ApiError(400, f"max_tokens must be at least 1, got {wanted}", param="max_tokens")
     return left if wanted is None else min(wanted, left)
+
+
+def shortened(service_limit: int, ids: list[int], keep: int | None, wanted: int | None) -> list[int]:
+    """The last tokens of a prompt, as vLLM's truncate_prompt_tokens asks for them. ApiError: a number that means nothing.
+
+    Args:
+        keep: how many; -1 = as many as leave room for the output; None = all.
+        wanted: the output tokens of the request.
+    """
+    if keep is None:
+        return ids
+    if keep != -1 and not 1 <= keep <= service_limit:
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens must be 1 to {service_limit}, the length that the model takes, or -1, as many tokens as leave room "
+            f"for the output; got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-(keep if keep > 0 else max(1, service_limit - max(1, wanted or 1))) :]

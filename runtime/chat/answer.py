@@ -90,10 +90,10 @@ def parsed(parser: OutputParser, chunk: Chunk) -> ChatChunk:
     if finish is None:
         return ChatChunk(delta)
     delta = last_delta(parser, delta)
-    whole = True
-    if parser.open_call and isinstance(stop := chunk.stop_reason, str):
-        # A stop string within the call cuts it, unless it is what ends the call.
-        end = Delta() if chunk.text.endswith(stop) else parser.push(stop)
+    # What ends the output within a call cuts it, unless it is a stop string that ends the call.
+    whole = not parser.open_call
+    if not whole and isinstance(stop := chunk.stop_reason, str) and not chunk.text.endswith(stop):
+        end = parser.push(stop)
         whole = not parser.open_call
         if whole:
             delta = Delta(delta.content, delta.reasoning, [*delta.calls, *end.calls])

@@ -11,7 +11,7 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
-from gristmill.serve.generation import Answer, Generation, Part, answers, beside, continued, room
+from gristmill.serve.generation import Answer, Generation, Part, answers, beside, continued, room, shortened
 from gristmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
 from gristmill.serve.sampling import SamplingFields, sampling_params
@@ -37,6 +37,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 async def prepared(
@@ -64,6 +65,7 @@ async def prepared(
     )
     ids = await beside(exchange.size, service.chat.encode, messages, options)
     wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    ids = shortened(service.max_model_len, ids, request.truncate_prompt_tokens, wanted)
     logprobs = None
     if request.logprobs:
         logprobs = request.top_logprobs or 0

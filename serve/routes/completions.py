@@ -15,7 +15,7 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
-from gristmill.serve.generation import Answer, Generation, Part, beside, room
+from gristmill.serve.generation import Answer, Generation, Part, beside, room, shortened
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from gristmill.serve.sampling import SamplingFields, check_choices, sampling_params
 from gristmill.serve.service import Service
@@ -44,6 +44,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """Nothing is generated; the prompt is shown."""
         return bool(self.echo and self.max_tokens == 0)
 
+    @property
+    def wanted(self) -> int:
+        """The tokens that the engine generates for each completion, if there is room."""
+        return 1 if self.only_prompt else DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
 
 async def token_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt."""
@@ -68,8 +73,7 @@ async def token_prompts(service: Service, request: CompletionRequest) -> list[li
                     f"prompt: token ids are 0 to {service.vocab_size - 1}, got {wrong[0]}",
                     param="prompt",
                 )
-        if (keep := request.truncate_prompt_tokens) is not None and keep > 0:
-            ids = ids[-keep:]
+        ids = shortened(service.max_model_len, ids, request.truncate_prompt_tokens, request.wanted)
         if not ids:
             raise ApiError(400, "the prompt is empty: at least one token is needed", param="prompt")
         prompts.append(ids)
@@ -87,12 +91,11 @@ def _params(
         raise ApiError(400, f"logprobs must be 0 to {MAX_LOGPROBS}, got {request.logprobs}", param="logprobs")
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         request.prompt_logprobs = request.logprobs
-    wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     return [
         sampling_params(
             service,
             request,
-            max_tokens=room(service.max_model_len, len(ids), 1 if request.only_prompt else wanted),
+            max_tokens=room(service.max_model_len, len(ids), request.wanted),
             logprobs=request.logprobs,
         )
         for ids in prompts

@@ -400,6 +400,24 @@ def test_a_stop_string_cuts_a_call_or_ends_it(which: str, include: bool) -> None
     assert ended.finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stop", [None, 7])
+@pytest.mark.parametrize("which", CLOSED)
+def test_a_token_that_ends_a_call_early_cuts_it(which: str, stop: int | None) -> None:
+    """An end token of the model, or one of the client's: what is without it is whole, or no call to make. The tokens are no text."""
+    text = CLOSED[which][0]("", "", [("look", LOOK)]).removesuffix("<|call|>")
+    cuts = {"stop": text.index("aris"), "tool_calls": len(text)}
+    for pieces in ([cuts["stop"]], [3, 20, 40]):
+        for finish, end in cuts.items():
+            parser = formats()[which].parser(OPTIONS, "")
+            *first, last = cut(text[:end], pieces)
+            for piece in first:
+                parser.push(piece)
+            part = parsed(parser, Chunk(0, (7,), last, "stop", stop_reason=stop))
+            assert (part.finish_reason, parser.calls) == (finish, 1), text[:end]
+            cut_off = parsed(parser, Chunk(0, (7,), "", "length"))
+            assert cut_off.finish_reason == "length"
+
+
 def test_arguments_grow_as_they_come() -> None:
     """A client sees them long before the end."""
     parser = formats()["hermes"].parser(OPTIONS, "")

@@ -125,8 +125,7 @@ def said(name: str, text: str, options: ChatOptions, tail: str) -> tuple[Said, b
     for character in text:
         message.add(parser.push(character))
     message.add(parser.finish())
-    # The token that ends the message of gpt-oss closes its call, and is not in the text.
-    return message, parser.open_call and name != "harmony"
+    return message, parser.open_call
 
 
 def fits(name: str, arguments: dict[str, Any]) -> bool:

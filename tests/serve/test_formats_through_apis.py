@@ -163,18 +163,22 @@ OPEN = '<tool_call>\n{"name": "look", "arguments": {"town": "Zü'
         (f"{CALLS}\n{OPEN}", "rich", ("stop", "stop_sequence", "incomplete")),
         (OPEN[: OPEN.index("{", 20)], "{", ("stop", "stop_sequence", "incomplete")),
         (CALLS.removesuffix("</tool_call>"), "</tool_call>", ("tool_calls", "tool_use", "completed")),
+        (OPEN, 7, ("stop", "end_turn", "incomplete")),
+        (f"{CALLS}\n{OPEN}", None, ("stop", "end_turn", "incomplete")),
+        (CALLS, 7, ("tool_calls", "tool_use", "completed")),
     ],
 )
-def test_a_stop_string_within_a_call(
-    scripted: Stage, text: str, stop: str, reasons: tuple[str, str, str]
+def test_a_stop_within_a_call(
+    scripted: Stage, text: str, stop: str | int | None, reasons: tuple[str, str, str]
 ) -> None:
-    """What is cut is no call to make, in any API, whole and streamed."""
+    """A string or a token. What is cut is no call to make, in any API, whole and streamed."""
     look = {"name": "look", "input_schema": SCHEMA}
-    messages = {"messages": HELLO, "max_tokens": 400, "tools": [look], "stop_sequences": [stop]}
+    stops = {"stop": stop} if isinstance(stop, str) else {}
+    messages = {"messages": HELLO, "max_tokens": 400, "tools": [look], "stop_sequences": [*stops.values()]}
     asks: list[tuple[str, dict[str, Any], Any, Any]] = [
-        ("chat/completions", WAYS["chat/completions"] | {"stop": stop}, ChatCompletion, ChatCompletionChunk),
+        ("chat/completions", WAYS["chat/completions"] | stops, ChatCompletion, ChatCompletionChunk),
         ("messages", messages, PublishedMessage, RawMessageStreamEvent),
-        ("responses", WAYS["responses"] | {"stop": stop}, Response, ResponseStreamEvent),
+        ("responses", WAYS["responses"] | stops, Response, ResponseStreamEvent),
     ]
     for seed in range(4):
         scripted.plays(text, stop_reason=stop, seed=seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta
 from gristmill.runtime.chat.formats import ChatFormat
-from gristmill.runtime.chat.formats._bodies import held
+from gristmill.runtime.chat.formats._bodies import JsonText, held
 from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls
 from gristmill.runtime.chat.formats._tags import new_call_id
 from gristmill.runtime.grammar_parts import free_part, text_part, until_part
@@ -33,6 +33,7 @@ class HarmonyParser:
         self._buffer = ""
         self._header = True
         self._kind = "final"
+        self._arguments: JsonText | None = None  # of the present call, until they are whole, or no JSON
         self.reasoning_tokens = 0
         self.calls = 0
         self.open_call = False
@@ -96,17 +97,25 @@ class HarmonyParser:
         channel = CHANNEL.search(head)
         recipient = RECIPIENT.search(head)
         if recipient is not None and recipient[1] not in ("assistant", "user"):
-            self._kind, self.open_call = "call", True
+            self._kind, self._arguments = "call", JsonText()
             delta.calls = [*delta.calls, CallDelta(self.calls, "", self._new_id(), recipient[1])]
             self.calls += 1
         else:
             self._kind = channel[1] if channel is not None else "final"
+
+    def _follow(self, arguments: str) -> None:
+        """More arguments: the token that ends a message is no text, so they show whether the call is whole."""
+        if self._arguments is not None:
+            if self._arguments.feed(arguments)[2] != "more":
+                self._arguments = None
+            self.open_call = self._arguments is not None and self._arguments.begun
 
     def _text(self, text: str, delta: Delta) -> None:
         if not text:
             return
         if self._kind == "call":
             delta.calls = [*delta.calls, CallDelta(self.calls - 1, text)]
+            self._follow(text)
         elif self._kind == "analysis":
             delta.reasoning += text
         else:
