@@ -25,6 +25,12 @@ T = TypeVar("T")
 
 MAX_DEPTH = 128
 """Nested arrays and objects in a body. More are no request, and cost a recursion each."""
+MAX_PARTS = 1 << 17
+"""Arrays, objects, and entries of objects in a body. The interpreter does nothing else while it makes their values: a tenth of a second for these."""
+LONG_NUMBER, MAX_LONG_NUMBERS = 20, 1 << 10
+"""Digits that no number needs, and how many such numbers a body may have: to round one takes a hundred times as long as others."""
+LARGE_BODY = 1 << 16
+"""Bytes of a body that is read in a thread, beside the streams of others."""
 BODY_SECONDS = 60.0
 """How long a client may take to send a body."""
 DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 5.0
@@ -138,7 +144,7 @@ class Exchange:
                 break
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if encoding not in ("", "identity"):
-            body = _decompress(body, encoding, limit)
+            body = await asyncio.to_thread(_decompress, body, encoding, limit)
         self.size = len(body)
         return body
 
@@ -164,19 +170,9 @@ class Exchange:
         body = await self.body()
         if not body:
             raise ApiError(400, "the request has no body: a JSON object is expected", code="invalid_json")
-        check_depth(body)
-        decoder = _decoders.get(declared)
-        if decoder is None:
-            decoder = _decoders[declared] = msgspec.json.Decoder(declared)
-        # JSON has no cycles to look for, which takes ten times as long as to read a body of millions of lists.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            value: T = decoder.decode(body)
-        finally:
-            if collects:
-                gc.enable()
-        return value
+        if len(body) < LARGE_BODY:
+            return _decoded(body, declared)
+        return await asyncio.to_thread(_decoded, body, declared)
 
     def watch(self) -> None:
         """From now on the handler is cancelled when the client closes the connection; for after `body`."""
@@ -274,25 +270,61 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-_REST = bytes(set(range(256)) - set(b'"[{]}'))
-"""Every byte that says nothing about depth."""
-_STEPS = bytes.maketrans(b'"[{]}', b"\x00\x01\x01\xff\xff")
-"""What the others add to it, as signed bytes."""
+def _decoded(body: bytes, declared: type[T]) -> T:
+    """The value of a JSON text. ApiError: it is too deep, or has too many parts; msgspec's errors: it is no JSON, or of another type."""
+    check_parts(body)
+    decoder = _decoders.get(declared)
+    if decoder is None:
+        decoder = _decoders[declared] = msgspec.json.Decoder(declared)
+    # JSON has no cycles to look for, which takes ten times as long as to read a body of many lists.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        value: T = decoder.decode(body)
+    finally:
+        if collects:
+            gc.enable()
+    return value
 
 
-def check_depth(body: bytes) -> None:
-    """ApiError if the JSON text is nested too deeply: before any recursive parser reads it. Brackets inside texts do not count."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+_STEPS = bytes(1 if code in b"[{" else 255 if code in b"]}" else 0 for code in range(256))
+"""What bytes add to the depth, as signed bytes."""
+_DIGITS = bytes(48 if code in b"0123456789." else 32 for code in range(256))
+"""Digits as 0, others as blanks."""
+
+
+def check_parts(body: bytes) -> None:
+    """ApiError if the JSON text is nested too deeply, before any recursive parser reads it, or has more parts, or numbers with more digits, than a
+    request needs. What is inside texts does not count."""
+    opened, parts, long = _counts(body)
+    if opened <= MAX_DEPTH and parts <= MAX_PARTS and long <= MAX_LONG_NUMBERS:
         return
     import numpy as np
 
-    # Of a body of millions of brackets, arrays take a fraction of a second.
-    left = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _REST)
+    # Of a body of millions of brackets, arrays take a fraction of a second, and most of it beside other threads.
+    codes = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     # Odd in a text, also after 256 quotes.
-    quotes = np.cumsum(np.frombuffer(left, np.uint8) == ord('"'), dtype=np.uint8)
-    steps = np.frombuffer(left.translate(_STEPS), np.int8)[quotes & 1 == 0]
+    outside = codes[np.cumsum(codes == ord('"'), dtype=np.uint8) & 1 == 0].tobytes()
+    steps = np.frombuffer(outside.translate(_STEPS), np.int8)
     if np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} levels deep")
+    _, parts, long = _counts(outside)
+    if parts > MAX_PARTS:
+        raise ApiError(
+            400,
+            f"the JSON has {parts} arrays, objects and entries of objects, at most {MAX_PARTS} are taken: send several requests",
+        )
+    if long > MAX_LONG_NUMBERS:
+        raise ApiError(
+            400,
+            f"the JSON has {long} numbers of {LONG_NUMBER} digits or more, at most {MAX_LONG_NUMBERS} are taken: 17 digits say all of a float",
+        )
+
+
+def _counts(text: bytes) -> tuple[int, int, int]:
+    """(arrays and objects, these and entries of objects, long numbers)."""
+    opened = text.count(b"[") + text.count(b"{")
+    return opened, opened + text.count(b":"), text.translate(_DIGITS).count(b"0" * LONG_NUMBER)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -233,24 +233,34 @@ def _response_format(form: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_schema(service: Service, name: str, value: Any) -> None:
     """ApiError if a schema or grammar is larger or deeper than the server takes."""
+    most = service.config.max_schema_bytes
+    if not isinstance(value, str):
+        depth, entries = _extent(value, most)
+        if entries > most:  # each is a byte or more: to know, their text need not be written
+            raise _limit(name, f"{entries} entries", most)
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _limit(name, f"{depth} levels", MAX_SCHEMA_DEPTH)
     text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > service.config.max_schema_bytes:
-        raise _limit(name, f"{len(text)} bytes", service.config.max_schema_bytes)
-    if not isinstance(value, str) and _depth(value) > MAX_SCHEMA_DEPTH:
-        raise _limit(name, f"{_depth(value)} levels", MAX_SCHEMA_DEPTH)
+    if len(text) > most:
+        raise _limit(name, f"{len(text)} bytes", most)
 
 
-def _depth(value: Any) -> int:
-    deepest, level = 0, [value] if isinstance(value, Mapping | list) else []
+def _extent(value: Any, most: int) -> tuple[int, int]:
+    """(levels of arrays and objects, their entries), as far as it takes to find more than `most` entries."""
+    deepest = entries = 0
+    level = [value] if isinstance(value, Mapping | list) else []
     while level:
         deepest += 1
+        entries += sum(map(len, level))
+        if entries > most:
+            break
         level = [
             inner
             for outer in level
             for inner in (outer.values() if isinstance(outer, Mapping) else outer)
             if isinstance(inner, Mapping | list)
         ]
-    return deepest
+    return deepest, entries
 
 
 def _texts(name: str, given: str | list[str], most: int) -> list[str]:

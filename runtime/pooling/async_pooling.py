@@ -149,11 +149,11 @@ class PoolingMethods:
 
 
 def characters(texts: Any) -> int:
-    """The characters of texts, however nested; other things have none."""
-    if isinstance(texts, str):
-        return len(texts)
+    """The characters of texts, and the token ids, however nested; other things have none."""
+    if not isinstance(texts, Sequence):
+        return 0
     return (
-        sum(map(characters, texts))
-        if isinstance(texts, Sequence) and texts and not isinstance(texts[0], int)
-        else 0
+        len(texts)
+        if isinstance(texts, str) or not texts or isinstance(texts[0], int)
+        else sum(map(characters, texts))
     )

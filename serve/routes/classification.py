@@ -10,6 +10,7 @@ import msgspec
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
+from gristmill.serve.generation import beside
 from gristmill.serve.routes.embeddings import several, truncates
 from gristmill.serve.usage import pooling_usage
 
@@ -30,7 +31,7 @@ async def classify(exchange: Exchange) -> None:
     """The most probable class of each text, and the probabilities of all."""
     request, service = await exchange.json(ClassificationRequest), exchange.service
     engine, model = service.require_pooling(), service.require_model(request.model)
-    inputs = [one if isinstance(one, str) else _ids_or_pair(one) for one in several(request.input)]
+    inputs = await beside(len(request.input), _inputs, request.input)
     exchange.watch()
     found = await engine.classify(
         inputs,
@@ -55,6 +56,10 @@ async def classify(exchange: Exchange) -> None:
             "usage": pooling_usage(found),
         }
     )
+
+
+def _inputs(given: str | list[Any]) -> list[Any]:
+    return [one if isinstance(one, str) else _ids_or_pair(one) for one in several(given)]
 
 
 def _ids_or_pair(given: list[Any]) -> list[int] | tuple[str, str]:

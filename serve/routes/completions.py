@@ -19,6 +19,7 @@ from gristmill.serve.generation import Answer, Generation, Part, beside, room, s
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from gristmill.serve.sampling import SamplingFields, check_choices, sampling_params
 from gristmill.serve.service import Service
+from gristmill.serve.token_ids import check_ids
 from gristmill.serve.token_text import TextOffsets
 from gristmill.serve.usage import end_of_stream, usage
 
@@ -53,7 +54,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 async def token_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt."""
     given: Any = request.prompt
-    kinds = set() if isinstance(given, str) else set(map(type, given))
+    kinds = set() if isinstance(given, str) else await beside(len(given), _kinds, given)
     one_prompt = kinds <= {int}
     many = [given] if one_prompt else given
     if not one_prompt and int in kinds:
@@ -66,18 +67,16 @@ async def token_prompts(service: Service, request: CompletionRequest) -> list[li
             ids = await beside(len(one), service.tokenizer.encode, one, special)
         else:
             ids = one
-            ends = (min(ids), max(ids)) if ids else ()
-            if wrong := [token for token in ends if not 0 <= token < service.vocab_size]:
-                raise ApiError(
-                    400,
-                    f"prompt: token ids are 0 to {service.vocab_size - 1}, got {wrong[0]}",
-                    param="prompt",
-                )
+            await check_ids(service, "prompt", ids, "prompt")
         ids = shortened(service.max_model_len, ids, request.truncate_prompt_tokens, request.wanted)
         if not ids:
             raise ApiError(400, "the prompt is empty: at least one token is needed", param="prompt")
         prompts.append(ids)
     return prompts
+
+
+def _kinds(given: Sequence[object]) -> set[type]:
+    return {type(one) for one in given}
 
 
 def _params(

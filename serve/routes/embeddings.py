@@ -11,6 +11,7 @@ import numpy as np
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
+from gristmill.serve.generation import beside
 from gristmill.serve.usage import pooling_usage
 
 MAX_INPUTS = 2048
@@ -44,7 +45,7 @@ async def embeddings(exchange: Exchange) -> None:
             f"encoding_format must be one of {', '.join(FORMATS)}, got {request.encoding_format!r}",
             param="encoding_format",
         )
-    inputs = several(request.input)
+    inputs = await beside(len(request.input), several, request.input)
     exchange.watch()
     found = await engine.embed(
         inputs,

@@ -22,7 +22,7 @@ from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Generation, beside, room
 from gristmill.serve.routes.reranking import score_pairs
-from gristmill.serve.service import Service
+from gristmill.serve.token_ids import check_ids
 
 CANDIDATES = 256
 MAX_LABELS = 256
@@ -119,7 +119,6 @@ class _Scorer:
                 f"label_token_ids: {len(self._labels)} are more than {MAX_LABELS}",
                 param="label_token_ids",
             )
-        _check_ids(service, "label_token_ids", self._labels)
         self._items = [request.items] if isinstance(request.items, str) else request.items
         most = service.config.max_choices
         if not 1 <= len(self._items) <= most:
@@ -129,6 +128,7 @@ class _Scorer:
     async def prompts(self, joined: bool) -> list[list[int]]:
         """The token ids of query and item, one after the other. `joined`: texts are put together before they are tokenized."""
         query = self._request.query
+        await check_ids(self._exchange.service, "label_token_ids", self._labels, "label_token_ids")
         prompts = []
         for item in self._items:
             first, second = (item, query) if self._request.item_first else (query, item)
@@ -145,7 +145,7 @@ class _Scorer:
     async def _ids(self, given: str | list[int], begins: bool) -> list[int]:
         service = self._exchange.service
         if not isinstance(given, str):
-            _check_ids(service, "query and items", given)
+            await check_ids(service, "query and items", given, "query")
             return given
         special = begins and self._request.add_special_tokens is not False
         ids: list[int] = await beside(len(given), service.tokenizer.encode, given, special)
@@ -185,14 +185,6 @@ class _Scorer:
                 for entry in part.chunk.logprobs or ():
                     found = {**dict(entry.top), entry.token_id: entry.logprob}
         return found
-
-
-def _check_ids(service: Service, name: str, ids: Sequence[int]) -> None:
-    wrong = next((token for token in ids if not 0 <= token < service.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(
-            400, f"{name}: token ids are 0 to {service.vocab_size - 1}, got {wrong}", param=name.split()[0]
-        )
 
 
 def _probabilities(logprobs: Sequence[float], softmax: bool) -> list[float]:

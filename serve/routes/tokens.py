@@ -13,6 +13,7 @@ from gristmill.serve.generation import beside
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
 from gristmill.serve.routes.chat import ChatRequest, prepared
 from gristmill.serve.routes.completions import CompletionRequest, token_prompts
+from gristmill.serve.token_ids import check_ids
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -75,9 +76,7 @@ async def detokenize(exchange: Exchange) -> None:
     """Token ids to text."""
     request, service = await exchange.json(DetokenizeRequest), exchange.service
     service.require_model(request.model)
-    wrong = next((token for token in request.tokens if not 0 <= token < service.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(400, f"tokens are 0 to {service.vocab_size - 1}, got {wrong}", param="tokens")
+    await check_ids(service, "tokens", request.tokens, "tokens")
     text = await beside(
         4 * len(request.tokens), service.tokenizer.decode, request.tokens, request.skip_special_tokens
     )

@@ -7,19 +7,23 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 
 from gristmill.runtime.sampling_params import SamplingParams, check_params
 from gristmill.runtime.tokenizer import LONG_TEXT, Tokenizer
 from gristmill.serve.errors import ApiError
-from gristmill.serve.exchange import MAX_DEPTH, check_depth
+from gristmill.serve.exchange import MAX_DEPTH, MAX_LONG_NUMBERS, MAX_PARTS, check_parts
 from tests.serve.server import MODEL
 from tests.serve.stage import HTTP, ScriptedChat, Stage, stage
 
 WORDS = "word " * LONG_TEXT
 TOOL = {"name": "look", "description": WORDS}
+LONGEST_SECONDS = 0.5
+"""Of an answer to /health. A tenth, where nothing else runs."""
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -134,7 +138,7 @@ def test_many_bad_words_are_checked_in_linear_time() -> None:
 def deep(body: bytes) -> bool:
     """Whether a body is refused for its depth."""
     try:
-        check_depth(body)
+        check_parts(body)
     except ApiError:
         return True
     return False
@@ -169,22 +173,39 @@ def test_depth_is_that_outside_of_texts() -> None:
 
 
 def test_depth_of_millions_of_brackets() -> None:
-    """It is looked for in a part of a second, as no other request is served meanwhile."""
+    """It is looked for in a part of a second."""
     for part in (b"[]", b'""', b'"\\""'):
         body = b"[" + b",".join([part] * (4 << 20)) + b"[]" * MAX_DEPTH + b"]"
         begin = time.thread_time()
-        check_depth(body)
+        with suppress(ApiError):
+            check_parts(body)
         assert time.thread_time() - begin < 1.5
 
 
-def test_a_body_of_millions_of_lists_is_read_without_looking_for_cycles(scripted: Stage) -> None:
+@pytest.mark.parametrize(
+    ("part", "most", "said"),
+    [
+        (b"[]", MAX_PARTS, "arrays, objects and entries"),
+        (b'{"a":1}', MAX_PARTS // 2, "arrays, objects and entries"),
+        (b"1.2345678901234567890123e-300", MAX_LONG_NUMBERS, "numbers of 20 digits"),
+    ],
+)
+def test_more_parts_than_a_request_needs_are_refused(part: bytes, most: int, said: str) -> None:
+    """Before they become values, which nothing else would run beside. Of a text they do not count, however many they are."""
+    check_parts(b'{"a":[' + b",".join([part] * (most - 8)) + b"]}")
+    with pytest.raises(ApiError, match=said):
+        check_parts(b'{"a":[' + b",".join([part] * (most + 8)) + b"]}")
+    check_parts(b'{"a":"' + part.replace(b'"', b'\\"') * (4 * most) + b'"}')
+
+
+def test_a_body_of_many_lists_is_read_without_looking_for_cycles(scripted: Stage) -> None:
     """The collector would look at all of them again and again. It runs afterwards as before."""
     found = []
 
     def note(phase: str, info: Any) -> None:
         found.append(info["generation"])
 
-    body = b'{"prompt":"a","response_format":{"type":"text","x":[' + b",".join([b"[[]]"] * 300_000) + b"]}}"
+    body = b'{"prompt":"a","response_format":{"type":"text","x":[' + b",".join([b"[[]]"] * 60_000) + b"]}}"
     HTTP.post(f"{scripted.url}/v1/completions", json={"prompt": "a"})
     gc.callbacks.append(note)
     try:
@@ -192,3 +213,84 @@ def test_a_body_of_millions_of_lists_is_read_without_looking_for_cycles(scripted
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled() and len(found) < 100
+
+
+class Beating:
+    """Asks a server for its health again and again. Within the block `longest` is the time that an answer took."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._ends, self.longest = url, threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._ends.is_set():
+                begin = time.monotonic()
+                assert client.get(f"{self._url}/health").status_code == 200
+                self.longest = max(self.longest, time.monotonic() - begin)
+                time.sleep(0.001)
+
+    def __enter__(self) -> Beating:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("v1/completions", b'{"prompt":"a","user":"' + b"\\n[:" * (15 << 18) + b'"}', 200),
+        ("v1/completions", b'{"prompt":[' + b"5," * (15 << 19) + b"5]}", 400),
+        ("v1/completions", b'{"prompt":"a","x":[' + b"[]," * (5 << 20) + b"5]}", 400),
+        (
+            "v1/completions",
+            b'{"prompt":"a","response_format":{"type":"text","x":['
+            + b"1.2345678901234567890123e-300," * (1 << 19)
+            + b"5]}}",
+            400,
+        ),
+        (
+            "v1/completions",
+            b'{"prompt":"a","structured_outputs":{"json":[' + b"5," * (15 << 19) + b"5]}}",
+            400,
+        ),
+        ("detokenize", b'{"tokens":[' + b"5000," * (3 << 20) + b"5]}", 400),
+    ],
+)
+def test_a_server_answers_while_it_reads_a_body_of_15_mb(
+    scripted: Stage, path: str, body: bytes, status: int
+) -> None:
+    """Whatever is in it: before, the worst of them took a second, or eight."""
+    scripted.plays("Hi")
+    with Beating(scripted.url) as beating:
+        time.sleep(0.1)
+        answer = HTTP.post(f"{scripted.url}/{path}", content=body)
+        time.sleep(0.1)
+    assert answer.status_code == status, answer.text
+    assert beating.longest < LONGEST_SECONDS
+
+
+@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions"])
+def test_prompts_are_cut_as_they_are_asked_to(scripted: Stage, path: str) -> None:
+    """To the last tokens; -1 leaves room for the output. Numbers that mean nothing are refused."""
+    scripted.plays("Hi")
+    chat = {"messages": [{"role": "user", "content": "word " * 999}]}
+    asked = {"prompt": [*range(3, 1003)]} if path == "v1/completions" else chat
+    for keep, count in ((5, 5), (-1, 512 - 20), (492, 492)):
+        body = asked | {"truncate_prompt_tokens": keep, "max_tokens": 20}
+        answer = HTTP.post(f"{scripted.url}/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        ids = scripted.engine.seen[-1][0]
+        assert len(ids) == count == answer.json()["usage"]["prompt_tokens"]
+        if path == "v1/completions":
+            assert ids == asked["prompt"][-count:]
+    for keep in (0, -2, 513):
+        answer = HTTP.post(f"{scripted.url}/{path}", json=asked | {"truncate_prompt_tokens": keep})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "truncate_prompt_tokens")
+        assert "1 to 512" in error["message"] and f"got {keep}" in error["message"]
+    answer = HTTP.post(f"{scripted.url}/{path}", json=asked | {"truncate_prompt_tokens": None})
+    assert answer.status_code == 400 and "context length" in answer.json()["error"]["message"]
