@@ -83,10 +83,6 @@ ACCEPTED = {
         "kernels/attention/paged_attention/sm90/_paged_decode_sm90.cu",
     ): "the checks of a decode: in a common header they would change the code that the records of sm_90 name",
     (
-        "kernels/attention/paged_attention/sm80/_paged_flash_rare_sm80.cu",
-        "kernels/attention/paged_attention/sm80/flash_entry.h",
-    ): "the kernels of an instance: in a common header they would change the code that the records of any batch name",
-    (
         "kernels/attention/paged_attention/sm80/shape.cuh",
         "kernels/attention/paged_attention/sm90/_paged_decode_copy_sm90.cuh",
     ): "the address of a row of queries: in a function of its own it would change the code that the records of sm_90 name",

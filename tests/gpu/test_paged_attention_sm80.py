@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.autotune.verify import verify
-from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention.paged_attention.sm80 import _launch, more, spec
@@ -29,9 +31,10 @@ def test_every_example(kernel: Kernel) -> None:
     assert len(accepted) >= len(kernel.examples)
     for problem in accepted:
         base = kernel.config(problem, TARGET)
-        for ctas in (base["ctas"], 5, 66, 132):
-            result = verify(OP, kernel, {**base, "ctas": ctas}, problem, DEVICE)
-            assert result.ok, (str(problem), ctas, result)
+        steps: list[Config] = [{"keys": keys} for keys in (32, 64)] if "keys" in base else [{}]
+        for ctas, step in product((base["ctas"], 5, 66, 132), steps):
+            result = verify(OP, kernel, {**base, "ctas": ctas, **step}, problem, DEVICE)
+            assert result.ok, (str(problem), ctas, step, result)
 
 
 @pytest.mark.parametrize("dim", spec.SOURCES)

@@ -146,6 +146,22 @@ def by_kernel(listing: str) -> dict[str, str]:
     return {section.split(",", 1)[0]: section for section in sections}
 
 
+def loops(code: str) -> list[list[str]]:
+    """The instructions from the target of each branch back to that branch."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    found = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(\S[^;]*?)\s*;", line):
+            lines.append(instruction[1])
+            target = re.search(r"\bBRA\b.*(\.L_x_\d+)", instruction[1])
+            if target and target[1] in labels:
+                found.append(lines[labels[target[1]] :])
+    return found
+
+
 @cache
 def ptx(stem: str) -> Path:
     """The PTX of the source `stem`.cu, whose name ends in _sm<arch>, in the library of its architecture."""

@@ -15,7 +15,7 @@ from gristmill.kernels.attention.paged_attention.sm80 import _launch, spec
 from gristmill.kernels.cuda_ptx_call import PtxCallEntry
 from gristmill.kernels.native import manifest
 from tests.calls import make_call
-from tests.kernels.machine_code import assembled, entries, needs_assembler
+from tests.kernels.machine_code import assembled, entries, loops, needs_assembler
 from tests.kernels.test_linear_sm80 import needs_library
 
 OP = default_registry().op("paged_attention")
@@ -55,7 +55,11 @@ def test_every_gpu_from_sm_80_on(name: str) -> None:
     target = Target.parse(name)
     assert not KERNEL.requires.check_hardware(target)
     config = KERNEL.config(OP.problem(f"{DECODE},heads=8,kv_heads=2"), target)
-    assert config["ctas"] == spec.PROCESSORS * (1 if name in ("sm_86", "sm_89", "sm_120") else 2)
+    small = name in ("sm_86", "sm_89", "sm_120")
+    assert config["ctas"] == spec.PROCESSORS * (1 if small else 2)
+    assert config["keys"] == (32 if small else 64)
+    for others in ("head_dim=64", "head_dim=256", "kv=fp8,kv_scale=head"):
+        assert "keys" not in KERNEL.config(OP.problem(f"{DECODE},heads=8,kv_heads=2,{others}"), target)
 
 
 def test_tuning_tries_both_numbers_of_ctas_and_the_tiles_of_triton() -> None:
@@ -123,6 +127,26 @@ def test_what_runs_a_batch(
             _launch.launch({"ctas": 216}, call.replace(workspace=room[:1000]))
 
 
+def test_tuning_tries_both_lengths_of_steps_where_two_ctas_fit() -> None:
+    problem = OP.problem(f"{DECODE},heads=8,kv_heads=2")
+    for name, tried in (("sm_80", {32, 64}), ("sm_90", {32, 64}), ("sm_100", {32, 64}), ("sm_89", {32})):
+        assert {one["keys"] for one in KERNEL.space(problem, Target.parse(name))} == tried  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("config", "keys"), [({}, 32), ({"keys": 64}, 64)])
+def test_the_keys_of_a_step_reach_the_kernel(
+    config: dict[str, int], keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configurations from before there was a choice mean 32."""
+    ran: list[object] = []
+    monkeypatch.setattr(_launch.FLASH, "cuda", lambda config, call, device: ran.append(config["keys"]))
+    q, cache = torch.zeros(100, 8, 128).half(), torch.zeros(7, 16, 2, 128).half()
+    table, lengths = torch.zeros(1, 7).int(), (torch.tensor([0, 100]).int(), torch.tensor([100]).int())
+    call = make_call("paged_attention", q, cache, cache, table, *lengths, 100, 100, 1.0, out=q.clone())
+    _launch.launch({"ctas": 216, **config}, call)
+    assert ran == [keys]
+
+
 def test_every_source_of_a_problem_must_be_built() -> None:
     """A build without one of them cannot run some of the batches."""
     for flags, sources in (
@@ -151,7 +175,7 @@ def ask(
     lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
     given = (q, cache, cache, torch.zeros(2, 1, dtype=torch.int32), *lengths, max_q, 7, 1.0)
     call = make_call("paged_attention", *given, **scales, out=torch.zeros_like(q))
-    options = {"ctas": 108, "parts_at": 512} | o
+    options = {"ctas": 108, "parts_at": 512, "keys": 32} | o
     return (entry or _launch.ENTRIES[spec.source(dim, codes)]).ask(options, call)
 
 
@@ -189,6 +213,9 @@ def test_how_many_ctas_of_any_batch_fit(dim: int, resident: int) -> None:
         assert (
             0 < size <= SMALLEST and resident * (size + 1024) <= 100 << 10 and 2 * (size + 1024) <= 164 << 10
         )
+        longer = ask(dim, x=x, entry=_launch.FLASH, max_q=300, keys=64)
+        assert longer == size + 17 * 1024 * (dim == spec.STEPS_HEAD) and 2 * (longer + 1024) <= 164 << 10
+    assert ask(dim, entry=_launch.FLASH, keys=48) == GM_E_ARG
     rows = spec.FLASH_ROWS[dim]
     assert ask(dim, rows, 1, entry=_launch.FLASH) > 0
     assert ask(dim, rows + 1, 1, entry=_launch.FLASH) == GM_E_SHAPE
@@ -216,7 +243,7 @@ alone the record was taken."""
 def test_machine_code(source: str, arch: str) -> None:
     used, code = assembled(source, arch, entries(source))
     codes, flash = source == spec.CODES_SOURCE, source == spec.FLASH_SOURCE
-    assert len(used) == len(code) == 2 * (8 if source == spec.SOURCES[128] else 6 if codes or flash else 12)
+    assert len(used) == len(code) == 2 * (8 if flash or source == spec.SOURCES[128] else 6 if codes else 12)
     for kernel, (registers, stack) in used.items():
         dim = int(re.search(r"_d(\d+)", kernel)[1])  # type: ignore[index]
         threads = 64 if dim > 128 and not flash else 128
@@ -226,3 +253,19 @@ def test_machine_code(source: str, arch: str) -> None:
         assert registers * threads * 2 <= 65536, f"{kernel}: {registers} registers"
         for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDGSTS.E.BYPASS"):
             assert instruction in code[kernel], (kernel, instruction)
+
+
+@needs_assembler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize(
+    ("kernel", "products", "most"),
+    [("paged_flash_bf16_d128", 128, 933), ("paged_flash_bf16_d128_keys64", 256, 1414)],
+)
+def test_instructions_of_a_step(kernel: str, products: int, most: int, arch: str) -> None:
+    """What a prompt's steps cost beside the products: as many instructions as were counted when it was last made faster."""
+    _, code = assembled(spec.FLASH_SOURCE, arch, [kernel])
+    found = [body for body in loops(code[kernel]) if sum("HMMA" in one for one in body) == products]
+    step = min(found, key=len)
+    assert len(step) <= most
+    assert not any(one.startswith(("LDL", "STL")) for one in step), "spills"

@@ -21,7 +21,7 @@ void decode(void* parameters) {
 
 }  // namespace
 
-// A call as Python gives it: contiguous tensors, strides follow from the sizes.
+// A call as Python gives it: contiguous tensors, strides follow from the sizes, but for those of pages, in bytes.
 struct PagedCall {
   const void *q, *k, *v;
   const int *table, *query_start, *seq_lens;
@@ -30,8 +30,9 @@ struct PagedCall {
   const float *sinks, *k_scale, *v_scale;  // scales of a head, or of all slots
   unsigned* counters;
   float* parts;
+  int64_t k_block, v_block;
   int seqs, heads, kv_heads, head_dim, page, table_row, window, max_ctx;
-  int codes, by_token, bf16, rows, ctas, tokens;
+  int codes, by_token, bf16, rows, ctas, tokens, keys;
   float scale, softcap;
   int order, fault;
 };
@@ -47,7 +48,7 @@ void fill_params(const PagedCall& c, gm::DecodeParams* to) {
   p.seq_lens = c.seq_lens, p.counters = c.counters, p.parts = c.parts, p.q = c.q, p.k = c.k, p.v = c.v;
   p.q_head = c.head_dim * 2, p.q_token = c.heads * p.q_head;
   p.k_head = p.v_head = c.head_dim * bytes, p.k_slot = p.v_slot = row * bytes;
-  p.k_block = p.v_block = int64_t(c.page) * row * bytes;
+  p.k_block = c.k_block, p.v_block = c.v_block;
   p.table_row = c.table_row, p.out_head = c.head_dim, p.out_token = c.heads * c.head_dim;
   p.seqs = c.seqs, p.heads = c.heads, p.kv_heads = c.kv_heads, p.head_dim = c.head_dim, p.group = group;
   p.window = c.window, p.page = c.page;
@@ -60,14 +61,14 @@ void fill_params(const PagedCall& c, gm::DecodeParams* to) {
     p.k_scale_slot = p.v_scale_slot = c.kv_heads, p.k_scale_block = p.v_scale_block = c.page * c.kv_heads;
 }
 
-template <typename T, int D, bool CAP>
+template <typename T, int D, bool CAP, int KEYS>
 void flash(void* parameters) {
   const auto& [p, cap] = *static_cast<std::pair<gm::FlashParams, gm::SoftCap<true>>*>(parameters);
   uint8_t* memory = static_cast<uint8_t*>(gm::shared());
   if constexpr (CAP)
-    gm::paged_flash<T, D, true>(p, cap, memory);
+    gm::paged_flash<T, D, true, KEYS>(p, cap, memory);
   else
-    gm::paged_flash<T, D, false>(p, {}, memory);
+    gm::paged_flash<T, D, false, KEYS>(p, {}, memory);
 }
 
 }  // namespace
@@ -100,14 +101,17 @@ extern "C" int flash_on_cpu(const PagedCall* call) {
   std::pair<gm::FlashParams, gm::SoftCap<true>> parameters{{}, gm::soft_cap(c.softcap, c.scale)};
   gm::FlashParams& p = parameters.first;
   fill_params(c, &p);
-#define RUN(T, D, CAP)                                                                                     \
-  if (c.head_dim == D && c.softcap > 0 == CAP && c.bf16 == std::is_same_v<T, Bf16>) {                      \
-    const int64_t grid = gm::plan_flash(&p, gm::FlashShape<D, false>::kRows, c.tokens, c.ctas, c.max_ctx); \
-    return !gm::launch_grid(flash<T, D, CAP>, &parameters, int(grid), 128, gm::kFlashBytes<D>);            \
+#define RUN(T, D, CAP, KEYS)                                                                                \
+  if (c.head_dim == D && c.softcap > 0 == CAP && c.bf16 == std::is_same_v<T, Bf16> && c.keys == KEYS) {     \
+    const int64_t grid =                                                                                    \
+        gm::plan_flash(&p, gm::FlashShape<D, false, KEYS>::kRows, c.tokens, c.ctas, c.max_ctx);             \
+    return !gm::launch_grid(flash<T, D, CAP, KEYS>, &parameters, int(grid), 128, gm::kFlashBytes<D, KEYS>); \
   }
-  RUN(Bf16, 128, false)
-  RUN(__half, 64, true)
-  RUN(Bf16, 256, false)
+  RUN(Bf16, 128, false, 32)
+  RUN(Bf16, 128, false, 64)
+  RUN(__half, 128, true, 64)
+  RUN(__half, 64, true, 32)
+  RUN(Bf16, 256, false, 32)
 #undef RUN
   return 2;
 }

@@ -6,6 +6,7 @@ What this cannot find: faults of the compiler, and races that need real concurre
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 OP = default_registry().op("paged_attention")
 NONE, NO_BARRIERS, _, _, EARLY_READS = range(5)
+MAP_NORESERVE = 0x4000
+"""Of Linux, which Python's mmap does not name everywhere: address space that may exceed the memory."""
 TENSORS = (
     "q",
     "k",
@@ -53,6 +56,7 @@ SIZES = (
     "rows",
     "ctas",
     "tokens",
+    "keys",
 )
 
 
@@ -61,6 +65,7 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_int64) for name in ("k_block", "v_block")),
         *((name, ctypes.c_int) for name in SIZES),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in ("order", "fault")),
@@ -74,10 +79,34 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compiled_library.load(out, ROOT / "tests/native/paged_sm80_fibers.cpp", flags=flags)
 
 
+def spread(cache: Tensor, by: int) -> Tensor:
+    """The same pages with `by` bytes from one to the next. Only what is written takes memory."""
+    pages, rows = cache.shape[0], cache[0].numel()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, pages * by + rows * cache.element_size(), flags=flags)
+    room = torch.frombuffer(memory, dtype=cache.dtype)
+    apart = room.as_strided(cache.shape, (by // cache.element_size(), *cache.stride()[1:]))
+    for to, page in zip(apart, cache, strict=True):
+        to.copy_(page)
+    return apart
+
+
 def run(
-    library: ctypes.CDLL, entry: str, text: str, ctas: int, order: int = 0, fault: int = NONE
+    library: ctypes.CDLL,
+    entry: str,
+    text: str,
+    ctas: int,
+    order: int = 0,
+    fault: int = NONE,
+    keys: int = 32,
+    apart: tuple[int, int] | None = None,
 ) -> bool | None:
-    """Whether a problem's outputs are the reference's within the operation's tolerance; None if threads wait for each other in vain."""
+    """Whether a problem's outputs are the reference's within the operation's tolerance; None if threads wait for each other in vain.
+
+    Args:
+        keys: of a step, of heads of 128 elements.
+        apart: bytes from a page of keys to the next one, and of values, where they do not follow each other.
+    """
     problem = OP.problem(text)
     given = OP.inputs(problem, 1, "cpu")
     (
@@ -100,6 +129,8 @@ def run(
     ) = given
     heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
     q, codes = q.contiguous(), k_scale is not None
+    if apart is not None:
+        k, v = (spread(cache, by) for cache, by in zip((k, v), apart, strict=True))
     rows = max_q * (heads // kv_heads)
     tensors: dict[str, Tensor | None] = {
         "q": q, "k": k, "v": v, "table": table, "query_start": query_start, "seq_lens": seq_lens,
@@ -109,11 +140,12 @@ def run(
     }  # fmt: skip
     sizes = (
         seq_lens.numel(), heads, kv_heads, dim, k.shape[1], table.stride(0), window, max_ctx, codes,
-        codes and k_scale.shape[0] * k_scale.shape[1] > 1, q.dtype is torch.bfloat16, rows, ctas, q.shape[0],
+        codes and k_scale.shape[0] * k_scale.shape[1] > 1, q.dtype is torch.bfloat16, rows, ctas, q.shape[0], keys,
     )  # fmt: skip
+    blocks = [cache.stride(0) * cache.element_size() for cache in (k, v)]
     pointers = (None if t is None else t.data_ptr() for t in tensors.values())
     code = getattr(library, entry)(
-        ctypes.byref(Call(*pointers, *map(int, sizes), scale, softcap, order, fault))
+        ctypes.byref(Call(*pointers, *blocks, *map(int, sizes), scale, softcap, order, fault))
     )
     assert code < 2, "no such instance"
     if code:
@@ -161,13 +193,13 @@ def test_every_code(library: ctypes.CDLL, x: torch.dtype) -> None:
     assert torch.equal(out.nan_to_num().view(torch.int16), codes.nan_to_num().view(torch.int16))
 
 
-def is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int) -> bool:
+def is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int, keys: int = 32) -> bool:
     """Whether a result is wrong in some order of threads, or the process ends: a fault may write anywhere, so it is one of its own."""
     program = (
         "import ctypes, sys\n"
         "from tests.native.test_paged_sm80_fibers import run\n"
         f"library = ctypes.CDLL({library._name!r})\n"
-        f"right = all(run(library, {entry!r}, {text!r}, 3, order, {fault}) for order in range(3))\n"
+        f"right = all(run(library, {entry!r}, {text!r}, 3, order, {fault}, {keys}) for order in range(3))\n"
         "sys.exit(3 if right else 0)\n"
     )
     return forked.run("-c", program, path=[ROOT]).returncode != 3
@@ -188,6 +220,42 @@ BATCHES = (
 def test_any_batch(library: ctypes.CDLL, text: str) -> None:
     """Chunks of prompts and decodes in one launch. Some of 64 CTAs have parts of the long contexts."""
     assert run(library, "flash_on_cpu", text, ctas=64, order=BATCHES.index(text) % 3)
+
+
+LONGER_STEPS = (
+    "q_tokens=90,seqs=3,max_q=80,max_ctx=140,total_ctx=300,heads=8,kv_heads=2,lse=true",
+    "q_tokens=40,seqs=3,max_q=37,max_ctx=65,total_ctx=100,heads=5,kv_heads=1,window=17,sinks=true,lse=true",
+    "q_tokens=20,seqs=2,max_q=17,max_ctx=257,total_ctx=258,heads=2,kv_heads=2,block_size=7,window=33,sinks=true",
+    "q_tokens=33,seqs=3,max_q=31,max_ctx=1100,total_ctx=1300,heads=4,kv_heads=1,block_size=24,lse=true",
+    "q_tokens=24,seqs=5,max_q=18,max_ctx=257,total_ctx=300,heads=4,kv_heads=2,block_size=1,x=fp16,softcap=true,lse=true",
+    "q_tokens=19,seqs=2,max_q=18,max_ctx=18,total_ctx=25,heads=1,kv_heads=1,block_size=64,x=fp16,window=5,sinks=true,softcap=true",
+)
+
+
+@pytest.mark.parametrize("text", some_slow(LONGER_STEPS, (0, 3)))
+def test_any_batch_by_64_keys(library: ctypes.CDLL, text: str) -> None:
+    """As `test_any_batch`, steps of 64 keys."""
+    assert run(library, "flash_on_cpu", text, ctas=64, order=LONGER_STEPS.index(text) % 3, keys=64)
+
+
+@pytest.mark.parametrize("keys", [32, 64])
+@pytest.mark.parametrize("apart", [(2**31 + 4096, 2**15), (2**15, 2**31 + 64), (2**30, 2**29)])
+def test_pages_may_be_far_apart(library: ctypes.CDLL, keys: int, apart: tuple[int, int]) -> None:
+    """Where a key is in the cache may pass 2^31 and 2^32 bytes, and differ from where its values are."""
+    text = "q_tokens=20,seqs=2,max_q=18,max_ctx=40,total_ctx=63,heads=2,kv_heads=1,lse=true"
+    assert run(library, "flash_on_cpu", text, ctas=64, keys=keys, apart=apart)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q_tokens=9,seqs=2,max_q=8,max_ctx=40,total_ctx=63,heads=4,kv_heads=1,head_dim=256",
+        "q_tokens=20,seqs=2,max_q=18,max_ctx=40,total_ctx=63,heads=2,kv_heads=1,head_dim=80",
+    ],
+)
+def test_pages_of_other_head_sizes_may_be_far_apart(library: ctypes.CDLL, text: str) -> None:
+    entry = "flash_on_cpu" if "256" in text else "flash_more_on_cpu"
+    assert run(library, entry, text, ctas=64, apart=(2**31 + 4096, 2**32))
 
 
 MORE = (
@@ -224,3 +292,9 @@ def test_any_batch_over_codes_and_of_other_head_sizes(library: ctypes.CDLL, text
 def test_a_planted_fault_is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int) -> None:
     """Barriers that do nothing, and keys that are read before their copies have landed."""
     assert is_seen(library, entry, text, fault) == (fault != NONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [NO_BARRIERS, EARLY_READS])
+def test_a_fault_is_seen_in_steps_of_64_keys(library: ctypes.CDLL, fault: int) -> None:
+    assert is_seen(library, "flash_on_cpu", LONGER_STEPS[0], fault, keys=64)

@@ -12,7 +12,7 @@
 
 #ifdef __CUDACC__
 
-extern __shared__ __align__(16) uint8_t mla_smem[];
+extern __shared__ __align__(128) uint8_t mla_smem[];
 
 #define GM_ONE(type, code, T, tiles)                                                         \
   extern "C" __global__ void __launch_bounds__(gm::mla80::Shape<tiles>::kThreads, 3 - tiles) \

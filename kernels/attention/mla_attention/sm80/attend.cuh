@@ -1,12 +1,13 @@
 // Absorbed latent attention over a paged cache on sm_80 and newer: decodes, speculative tokens and chunks.
 //
 // Keys and values are the same memory (FlashMLA, DeepSeek, 2025): a step of 32 keys lies in shared memory once. The queries of a tile stay in
-// registers as A operands of mma.sync.m16n8k16, divided along their 576 elements: a warp multiplies a quarter of them by half of the keys of a
-// step, so that a key is read once for all rows. The quarters are added in shared memory by eight threads of each row, which keep the row's
+// registers as A operands of mma.sync.m16n8k16, divided along their 576 elements: a warp multiplies a quarter of them, 16 of every 64, by half of
+// the keys of a step, so that a key is read once for all rows. The quarters are added in shared memory by eight threads of each row, which keep the row's
 // maximum and sum of weights. Then each warp multiplies all weights by 64 of the 512 columns of the values. While a step is multiplied,
 // cp.async copies the next one. Rows of shared memory are swizzled by 16-byte chunks, so that ldmatrix has no bank conflicts.
 #pragma once
 #include "attention/sm90/_attention_parts_sm90.cuh"
+#include "sm80/cp_async.cuh"
 #include "sm90/mma.cuh"
 #include "work.cuh"
 
@@ -80,11 +81,11 @@ struct Attend {
   // Copies an eighth of a key to a slot, with zeros where there is no key.
   __device__ __forceinline__ void copy(int2 at, int slot) const {
     const T* cache = static_cast<const T*>(p.cache);
+    const int lane = this_lane();
     const T* from = at.x < 0 ? cache : cache + at.x * p.cache_block + at.y * p.cache_slot + (lane & 7) * 8;
+    const uint32_t to = base + slot * S::kSlot + chunk_at(row, lane & 7);
 #pragma unroll
-    for (int c = 0; c < S::kRow / 128; ++c)
-      cp_async_16(base + slot * S::kSlot + chunk_at(row, c * 8 + (lane & 7)), at.x < 0 ? from : from + c * 64,
-                  at.x < 0 ? 0 : 16);
+    for (int c = 0; c < S::kRow / 128; ++c) cp_async_16_if(at.x >= 0, to + c * 128, from + c * 64);
     cp_async_commit();
   }
 
@@ -96,18 +97,21 @@ struct Attend {
         const int at = i * 16 + lane / 4 + r * 8, of = work.row0 + at,
                   query = divided(of, p.heads, p.by_heads);
         const T* from = static_cast<const T*>(p.q) + (work.token + query) * p.q_token +
-                        (of - query * p.heads) * p.q_head + slice * (S::kProducts * 16) + (lane & 3) * 2;
+                        (of - query * p.heads) * p.q_head + slice * 16 + (lane & 3) * 2;
 #pragma unroll
         for (int j = 0; j < S::kProducts; ++j)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
             q[i][j][r + h * 2] =
-                at < work.rows ? *reinterpret_cast<const uint32_t*>(from + j * 16 + h * 8) : 0u;
+                at < work.rows ? *reinterpret_cast<const uint32_t*>(from + j * (S::kSlices * 16) + h * 8)
+                               : 0u;
       }
   }
 
   __device__ __forceinline__ void scores(uint32_t keys) const {
     const int lane = this_lane();
+    // The chunks of a warp's products are 128 bytes apart: one address and constants.
+    const uint32_t key = keys + chunk_at(key0 + (lane & 7) + (lane >> 4) * 8, slice * 2 + (lane >> 3 & 1));
     float s[TILES][2][4];
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -118,8 +122,7 @@ struct Attend {
 #pragma unroll
     for (int j = 0; j < S::kProducts; ++j) {
       uint32_t b[4];
-      ldmatrix_x4(b, keys + chunk_at(key0 + (lane & 7) + (lane >> 4) * 8,
-                                     (slice * S::kProducts + j) * 2 + (lane >> 3 & 1)));
+      ldmatrix_x4(b, key + j * 128);
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
         Num<T>::mma(s[i][0], q[i][j], b[0], b[1]);
@@ -188,16 +191,18 @@ struct Attend {
 #pragma unroll
           for (int c = 0; c < 4; ++c) o[i][n][c] *= factor[i][c / 2];
     }
+    // Chunk 2 j + h of a row from chunk h: rows of keys are whole 128 bytes, those of weights 64, so that the bits of j are changed.
+    const uint32_t weight = base + weights_at(lane & 15, lane >> 4),
+                   value = values + chunk_at(lane & 15, lane >> 4) + warp * (S::kColumns * 2);
 #pragma unroll
     for (int j = 0; j < S::kKeys / 16; ++j) {
       uint32_t a[TILES][4];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i)
-        ldmatrix_x4(a[i], base + weights_at(i * 16 + (lane & 15), 2 * j + (lane >> 4)));
+      for (int i = 0; i < TILES; ++i) ldmatrix_x4(a[i], (weight ^ j * 32) + i * 16 * (S::kKeys * 2));
 #pragma unroll
       for (int n = 0; n < kOctets; n += 2) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, values + chunk_at(j * 16 + (lane & 15), warp * kOctets + n + (lane >> 4)));
+        ldmatrix_x4_trans(b, (value ^ n * 16) + j * 16 * S::kRow);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
           Num<T>::mma(o[i][n], a[i], b[0], b[1]);

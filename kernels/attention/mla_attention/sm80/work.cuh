@@ -42,9 +42,10 @@ struct Shape {
   static constexpr int kRow = kWidth * 2;               // bytes of a key, in 16-byte chunks that are swizzled
   static constexpr int kSlot = kKeys * kRow;  // the keys of a step, whose first columns are the values
   static constexpr int kSlices = 4;           // of the products of queries and keys, along their elements
-  static constexpr int kProducts = kWidth / kSlices / 16;  // of a slice
-  static constexpr int kColumns = kLatent / kWarps;        // of the values, of a warp
-  static constexpr int kScores = 2 * kSlot;                // [slices][rows][keys] floats
+  static constexpr int kProducts = kWidth / kSlices / 16;                       // of a slice
+  static constexpr int kColumns = kLatent / kWarps;                             // of the values, of a warp
+  static_assert(kRow % 128 == 0 && kColumns == 64 && kProducts * 128 == kRow);  // see Attend
+  static constexpr int kScores = 2 * kSlot;                                     // [slices][rows][keys] floats
   static constexpr int kWeights = kScores + kSlices * kRows * kKeys * 4;
   // 82,944 bytes of one tile, of which two CTAs fit into the 164 KiB of a multiprocessor of sm_80, and 92,160 of two.
   static constexpr int kBytes = kWeights + kRows * kKeys * 2;

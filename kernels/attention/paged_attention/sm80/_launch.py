@@ -52,4 +52,5 @@ def launch(config: Config, call: PagedAttentionCall) -> None:
     else:
         need_workspace("paged_attention", call.workspace, size, q.device)
     entry = FLASH if kernel == "flash" else ENTRIES[source(dim, codes)]
-    entry.cuda({"ctas": ctas, "parts_at": parts_at(ctas)}, call, q.get_device())
+    options = {"ctas": ctas, "parts_at": parts_at(ctas), "keys": config.get("keys", 32)}
+    entry.cuda(options, call, q.get_device())

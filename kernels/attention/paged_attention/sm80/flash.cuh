@@ -13,14 +13,15 @@
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "attention/sm90/_soft_cap_sm90.cuh"
 #include "flash_work.cuh"
+#include "sm80/cp_async.cuh"
 #include "sm90/mma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
-template <typename T, int D, bool CAP, bool FEW>
+template <typename T, int D, bool CAP, bool FEW, int KEYS = 32>
 struct Flash {
-  using S = FlashShape<D, FEW>;
+  using S = FlashShape<D, FEW, KEYS>;
   static constexpr int kTiles = S::kRowTiles, kOctets = S::kWarpKeys / 8;
 
   const FlashParams& p;
@@ -57,11 +58,16 @@ struct Flash {
     return row * S::kRow + (chunk ^ (row & 7)) * 16;
   }
 
-  // The lane; of large heads as a number that is unknown at each call, so that addresses are computed again instead of kept in registers.
-  __device__ __forceinline__ int this_lane() const {
-    int own = lane;
-    if constexpr (D > 64) asm volatile("" : "+r"(own));
-    return own;
+  // A number; of large heads as one that is unknown at each call, so that addresses are computed again instead of kept in registers.
+  static __device__ __forceinline__ int again(int number) {
+    if constexpr (D > 64) asm volatile("" : "+r"(number));
+    return number;
+  }
+  __device__ __forceinline__ int this_lane() const { return again(lane); }
+
+  // Address of chunk 2 j + h of a row, from that of chunk h (0 or 1): four of them, and constants, because rows are whole 128 bytes.
+  static __device__ __forceinline__ uint32_t chunk_from(uint32_t first, int j) {
+    return (first ^ j % 4 * 32) + j / 4 * 128;
   }
 
   // Page and slot of key threadIdx.x of a step; page < 0 where there is none.
@@ -70,10 +76,19 @@ struct Flash {
     if (step >= work.stop || key < work.low || key >= work.end) return make_int2(-1, 0);
     int page = __umulhi(key, p.by_page);
     page += key - page * p.page >= p.page;
-    return make_int2(p.table[work.seq * p.table_row + page], key - page * p.page);
+    return make_int2(p.table[again(work.seq) * p.table_row + page], key - page * p.page);
   }
-  __device__ __forceinline__ int2* places(int step) const {
-    return reinterpret_cast<int2*>(smem + S::kPlaces) + (step & 3) * S::kKeys;
+  // Where the keys of a step are in the cache, in bytes, or their values; negative where there is none.
+  __device__ __forceinline__ int64_t* places(int step, bool values) const {
+    return reinterpret_cast<int64_t*>(smem + S::kPlaces) + ((step & 1) * 2 + values) * S::kKeys;
+  }
+  // By one thread for each key, so that the threads that copy a row have only to add. A step's place is that of the step two before it.
+  __device__ __forceinline__ void put_place(int step, int2 at) const {
+    constexpr int64_t kNone = -16;  // as aligned as others; nothing is read there
+    places(step, false)[threadIdx.x] =
+        at.x < 0 ? kNone : at.x * p.k_block + static_cast<int64_t>(at.y) * p.k_slot;
+    places(step, true)[threadIdx.x] =
+        at.x < 0 ? kNone : at.x * p.v_block + static_cast<int64_t>(at.y) * p.v_slot;
   }
 
   __device__ __forceinline__ void copy_queries() const {
@@ -83,25 +98,25 @@ struct Flash {
       const int row = i / S::kChunks, c = i % S::kChunks, query = query_of(row);
       const int64_t from = (work.token + query) * p.q_token +
                            (work.head * p.group + row - query * p.group) * p.q_head + c * 16;
-      cp_async_16(base + chunk_at(row, c), row < work.rows ? q + from : q, row < work.rows ? 16 : 0);
+      cp_async_16_if(row < work.rows, base + chunk_at(row, c), row < work.rows ? q + from : q);
     }
   }
 
-  // Copies item `i` of the ring, the keys (even) or the values (odd) of step i / 2 after the first one, with zeros where there is no key.
-  __device__ __forceinline__ void copy(int i) const {
-    const int step = work.first + i / 2;
+  // Copies the keys or the values of a step to a slot of the ring, with zeros where there is no key.
+  __device__ __forceinline__ void copy(bool values, int step, int slot) const {
     if (step < work.stop) {
-      const bool keys = i % 2 == 0;
-      const char* all = static_cast<const char*>(keys ? p.k : p.v) + work.head * (keys ? p.k_head : p.v_head);
-      const int64_t block = keys ? p.k_block : p.v_block, slot = keys ? p.k_slot : p.v_slot;
-      const int c = threadIdx.x % S::kChunks;
-      const uint32_t to = base + S::kRing + i % S::kSlots * S::kSlot;
+      constexpr int kAtOnce = S::kThreads / S::kChunks;  // rows
+      const unsigned thread = again(threadIdx.x), row = thread / S::kChunks, c = thread % S::kChunks;
+      const char* from = static_cast<const char*>(values ? p.v : p.k) +
+                         again(work.head) * (values ? p.v_head : p.k_head) + c * 16;
+      const uint32_t to = base + S::kRing + slot * S::kSlot;
+      const int64_t* const at = places(step, values) + row;
 #pragma unroll
-      for (int n = 0; n < S::kKeys * S::kChunks / S::kThreads; ++n) {
-        const int row = n * (S::kThreads / S::kChunks) + static_cast<int>(threadIdx.x) / S::kChunks;
-        const int2 at = places(step)[row];
-        cp_async_16(to + chunk_at(row, c), at.x < 0 ? all : all + at.x * block + at.y * slot + c * 16,
-                    at.x < 0 ? 0 : 16);
+      for (int n = 0; n < S::kKeys / kAtOnce; ++n) {
+        constexpr int kSwizzled = 8;  // rows, after which chunks are in the same order again
+        const int first = n * kAtOnce;
+        cp_async_16_at(to + chunk_at(row + first % kSwizzled, c) + first / kSwizzled * kSwizzled * S::kRow,
+                       from, at[first]);
       }
     }
     cp_async_commit();
@@ -109,7 +124,7 @@ struct Flash {
 
   // Whether keys key .. key + kWarpKeys are visible to a row of this warp; `whole`: to all of them.
   __device__ __forceinline__ bool sees(int key, bool& whole) const {
-    const int rows = FEW ? work.rows : min(work.rows - row0, 16 * kTiles);
+    const int row0 = again(this->row0), rows = FEW ? work.rows : min(work.rows - row0, 16 * kTiles);
     if (rows <= 0) return false;
     const int first = work.position + query_of(row0), last = work.position + query_of(row0 + rows - 1),
               end = key + S::kWarpKeys;
@@ -119,6 +134,8 @@ struct Flash {
 
   __device__ __forceinline__ void scores(float (&s)[kTiles][kOctets][4], uint32_t keys) const {
     const int lane = this_lane();
+    const uint32_t query = base + chunk_at(row0 + (lane & 15), lane >> 4),
+                   key = keys + chunk_at(key0 + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -129,12 +146,11 @@ struct Flash {
     for (int j = 0; j < D / 16; ++j) {
       uint32_t a[kTiles][4];
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i)
-        ldmatrix_x4(a[i], base + chunk_at(row0 + i * 16 + (lane & 15), 2 * j + (lane >> 4)));
+      for (int i = 0; i < kTiles; ++i) ldmatrix_x4(a[i], chunk_from(query, j) + i * 16 * S::kRow);
 #pragma unroll
       for (int n = 0; n < kOctets; n += 2) {
         uint32_t b[4];
-        ldmatrix_x4(b, keys + chunk_at(key0 + n * 8 + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)));
+        ldmatrix_x4(b, chunk_from(key, j) + n * 8 * S::kRow);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           Num<T>::mma(s[i][n], a[i], b[0], b[1]);
@@ -155,6 +171,7 @@ struct Flash {
           for (int c = 0; c < 4; ++c) s[i][n][c] = cap(s[i][n][c]);
     }
     if (!whole) {
+      const int lane = this_lane();
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -209,6 +226,7 @@ struct Flash {
 
   __device__ __forceinline__ void add_values(const float (&s)[kTiles][kOctets][4], uint32_t values) {
     const int lane = this_lane();
+    const uint32_t value = values + chunk_at(key0 + (lane & 15), lane >> 4);
 #pragma unroll
     for (int j = 0; j < kOctets / 2; ++j) {
       uint32_t a[kTiles][4];
@@ -220,7 +238,7 @@ struct Flash {
 #pragma unroll
       for (int n = 0; n < D / 8; n += 2) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, values + chunk_at(key0 + j * 16 + (lane & 15), n + (lane >> 4)));
+        ldmatrix_x4_trans(b, chunk_from(value, n / 2) + j * 16 * S::kRow);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           Num<T>::mma(o[i][n], a[i], b[0], b[1]);
@@ -237,38 +255,53 @@ struct Flash {
   }
 
   __device__ __forceinline__ void run() {
+    // Items of the ring (keys, values, keys of the next step ...) that are on their way while one is multiplied. The places of a step are
+    // stored before the barrier behind which the first copy reads them.
+    constexpr int kAhead = S::kSlots - 1;
     const bool locates = threadIdx.x < S::kKeys;
-    int2 next = make_int2(-1, 0);  // of the step after the next one
+    int2 next = make_int2(-1, 0);  // of the first step whose places are not in shared memory
     if (locates) {
-      places(work.first)[threadIdx.x] = place(work.first);
-      places(work.first + 1)[threadIdx.x] = place(work.first + 1);
-      next = place(work.first + 2);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) put_place(work.first + i, place(work.first + i));
+      next = place(work.first + kAhead);
     }
     copy_queries();
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < S::kSlots - 1; ++i) copy(i);
+    copy(false, work.first, 0);
+    if constexpr (kAhead == 2) copy(true, work.first, 1);
     const uint32_t ring = base + S::kRing;
-    int item = 0;
+    const auto locate = [&](int step) {
+      if (!locates) return;
+      put_place(step, next);
+      next = place(step + 1);
+    };
+    int slot = 0;  // of the keys
 #pragma unroll 1
-    for (int step = work.first; step < work.stop; ++step, item += 2) {
-      const int key = step * S::kKeys + key0;
+    for (int step = work.first; step < work.stop; ++step) {
+      const int key = step * S::kKeys + key0, after = kAhead == 1 ? 1 : slot == 2 ? 0 : slot + 1;
       bool whole = true;
       const bool some = sees(key, whole);
       float s[kTiles][kOctets][4];
       turn();
-      if (locates) {
-        places(step + 2)[threadIdx.x] = next;
-        next = place(step + 3);
+      if constexpr (kAhead == 1) {
+        locate(step + 1);
+        copy(true, step, 1);
+      } else {
+        copy(false, step + 1, after == 2 ? 0 : after + 1);
       }
-      copy(item + S::kSlots - 1);
-      if (some) scores(s, ring + item % S::kSlots * S::kSlot);
+      if (some) scores(s, ring + slot * S::kSlot);
       turn();
-      copy(item + S::kSlots);
+      if constexpr (kAhead == 1) {
+        copy(false, step + 1, 0);
+      } else {
+        locate(step + 2);
+        copy(true, step + 1, slot);
+      }
       if (some) {
         soften(s, key, whole);
-        add_values(s, ring + (item + 1) % S::kSlots * S::kSlot);
+        add_values(s, ring + after * S::kSlot);
       }
+      if constexpr (kAhead == 2) slot = after == 2 ? 0 : after + 1;
     }
     cp_async_wait<0>();
 #pragma unroll
@@ -361,14 +394,14 @@ struct Flash {
   }
 };
 
-template <typename T, int D, bool CAP>
+template <typename T, int D, bool CAP, int KEYS = 32>
 __device__ __forceinline__ void paged_flash(const FlashParams& p, const SoftCap<CAP>& cap, uint8_t* smem) {
   FlashWork work;
-  if (!find_work<D>(p, work)) return;
+  if (!find_work<D, KEYS>(p, work)) return;
   if (work.few)
     Flash<T, D, CAP, true>(p, cap, work, smem).run();
   else
-    Flash<T, D, CAP, false>(p, cap, work, smem).run();
+    Flash<T, D, CAP, false, KEYS>(p, cap, work, smem).run();
 }
 
 }  // namespace gm

@@ -96,9 +96,8 @@ struct FlashCodes : FlashPadded<T, D, false, FEW> {
       const int row = warp * kRows + n * kAtOnce + lane / kLanes;
       const bool exists = is_key(step, row) && c * 16 < p.head_dim;
       if (c * 16 < D)
-        cp_async_16(base + S::kRing + slot * S::kSlot + row * S::kRow + c * 16,
-                    exists ? all + pages(step)[row] * block + split(step, row).y * bytes + c * 16 : all,
-                    exists ? 16 : 0);
+        cp_async_16_if(exists, base + S::kRing + slot * S::kSlot + row * S::kRow + c * 16,
+                       exists ? all + pages(step)[row] * block + split(step, row).y * bytes + c * 16 : all);
     }
     cp_async_commit();
   }

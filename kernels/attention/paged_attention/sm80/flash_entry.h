@@ -11,7 +11,7 @@
 
 #ifdef __CUDACC__
 
-extern __shared__ __align__(16) uint8_t flash_smem[];
+extern __shared__ __align__(128) uint8_t flash_smem[];
 
 #define GM_ONE(name, type, code, T, d)                                                            \
   extern "C" __global__ void __launch_bounds__(128, d > 128 ? 1 : 2)                              \

@@ -5,8 +5,8 @@
 
 namespace gm {
 
-template <bool FEW>
-struct FlashShape<96, FEW> : FlashShape<128, FEW> {};
+template <bool FEW, int KEYS>
+struct FlashShape<96, FEW, KEYS> : FlashShape<128, FEW, KEYS> {};
 
 }  // namespace gm
 
@@ -29,25 +29,23 @@ struct FlashPadded : Flash<T, D, CAP, FEW> {
       const bool exists = row < work.rows && c * 8 < p.head_dim;
       const int64_t from = (work.token + query) * p.q_token +
                            (work.head * p.group + row - query * p.group) * p.q_head + c * 16;
-      cp_async_16(base + Base::chunk_at(row, c), exists ? q + from : q, exists ? 16 : 0);
+      cp_async_16_if(exists, base + Base::chunk_at(row, c), exists ? q + from : q);
     }
   }
 
   // Copies the keys or the values of a step to a slot, with zeros where there is no key and past the head.
-  __device__ __forceinline__ void copy(int step, int slot) const {
+  __device__ __forceinline__ void copy(bool values, int step, int slot) const {
     if (step < work.stop) {
-      const bool keys = slot == 0;
-      const char* all = static_cast<const char*>(keys ? p.k : p.v) + work.head * (keys ? p.k_head : p.v_head);
-      const int64_t block = keys ? p.k_block : p.v_block, bytes = keys ? p.k_slot : p.v_slot;
+      const char* all =
+          static_cast<const char*>(values ? p.v : p.k) + work.head * (values ? p.v_head : p.k_head);
       const uint32_t to = base + S::kRing + slot * S::kSlot;
+      const int64_t* const at = this->places(step, values);
 #pragma unroll
       for (int n = 0; n < S::kKeys * kHeadChunks / S::kThreads; ++n) {
         const int i = n * S::kThreads + static_cast<int>(threadIdx.x), row = i / kHeadChunks,
                   c = i % kHeadChunks;
-        const int2 at = this->places(step)[row];
-        const bool exists = at.x >= 0 && c * 8 < p.head_dim;
-        cp_async_16(to + Base::chunk_at(row, c), exists ? all + at.x * block + at.y * bytes + c * 16 : all,
-                    exists ? 16 : 0);
+        const int64_t bytes = at[row];
+        cp_async_16_if(bytes >= 0 && c * 8 < p.head_dim, to + Base::chunk_at(row, c), all + c * 16 + bytes);
       }
     }
     cp_async_commit();
@@ -57,12 +55,12 @@ struct FlashPadded : Flash<T, D, CAP, FEW> {
     const bool locates = threadIdx.x < S::kKeys;
     int2 next = make_int2(-1, 0);  // of the step after the next one
     if (locates) {
-      this->places(work.first)[threadIdx.x] = this->place(work.first);
+      this->put_place(work.first, this->place(work.first));
       next = this->place(work.first + 1);
     }
     copy_queries();
     __syncthreads();
-    copy(work.first, 0);
+    copy(false, work.first, 0);
     const uint32_t keys = base + S::kRing, values = keys + S::kSlot;
 #pragma unroll 1
     for (int step = work.first; step < work.stop; ++step) {
@@ -73,14 +71,14 @@ struct FlashPadded : Flash<T, D, CAP, FEW> {
       cp_async_wait<0>();
       __syncthreads();  // the keys have landed for all, and all are done with the values before
       if (locates) {
-        this->places(step + 1)[threadIdx.x] = next;
+        this->put_place(step + 1, next);
         next = this->place(step + 2);
       }
-      copy(step, 1);
+      copy(true, step, 1);
       if (some) this->scores(s, keys);
       cp_async_wait<0>();
       __syncthreads();  // the same of the values and these keys
-      copy(step + 1, 0);
+      copy(false, step + 1, 0);
       if (some) {
         this->soften(s, key, whole);
         this->add_values(s, values);

@@ -10,20 +10,22 @@ struct FlashParams : DecodeParams {
 };
 
 // D: elements of a head. FEW: of a sequence with up to 16 rows (query-head pairs of a KV head), whose keys the warps divide; else they divide
-// the rows. Two CTAs fit into the 100 KiB of a multiprocessor of sm_86, sm_89 and sm_120, one with heads of 256; on sm_80 two.
-template <int D, bool FEW>
+// the rows. Two CTAs fit into the 100 KiB of a multiprocessor of sm_86, sm_89 and sm_120, one with heads of 256; on sm_80 two. KEYS: of a
+// step, of heads of 128 elements; of 64 keys, which halve how often queries are read, two CTAs fit on sm_80 alone.
+template <int D, bool FEW, int KEYS = 32>
 struct FlashShape {
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
   static constexpr int kRowTiles =
       FEW || D > 128 ? 1 : 2;  // of 16 rows, of a warp: keys are read once for all of them
   static constexpr int kRows = FEW ? 16 : kWarps * 16 * kRowTiles;
-  static constexpr int kKeys = FEW || D <= 64 ? 64 : 32;  // of a step
-  static constexpr int kWarpKeys = FEW ? 16 : kKeys;      // of a step, that a warp multiplies
-  static constexpr int kSlots = D <= 64 ? 3 : 2;          // of the ring: keys of a step or their values
-  static constexpr int kChunks = D / 8, kRow = D * 2;     // 16-byte chunks of a row; its bytes
+  static constexpr int kKeys = FEW || D <= 64 ? 64 : D == 128 ? KEYS : 32;  // of a step
+  static constexpr int kWarpKeys = FEW ? 16 : kKeys;   // of a step, that a warp multiplies
+  static constexpr int kSlots = D <= 64 ? 3 : 2;       // of the ring: keys of a step or their values
+  static constexpr int kChunks = D / 8, kRow = D * 2;  // 16-byte chunks of a row; its bytes
   static constexpr int kSlot = kKeys * kRow, kRing = kRows * kRow;
-  static constexpr int kPlaces = kRing + kSlots * kSlot;  // pages and slots of the keys of four steps
-  static constexpr int kInputs = kPlaces + 4 * kKeys * 8;
+  static_assert(kRow % 128 == 0 && kSlot % 128 == 0);     // see Flash::chunk_from
+  static constexpr int kPlaces = kRing + kSlots * kSlot;  // where keys and values of two steps are
+  static constexpr int kInputs = kPlaces + 2 * 2 * kKeys * 8;
   // The sums of the warps of a CTA with few rows alias everything: [warps, 16, kPitch] floats, then maximum and sum of weights.
   static constexpr int kPitch = D + 4, kStats = kWarps * 16 * kPitch * 4, kLast = kStats + kWarps * 16 * 8;
   // Rows of a sequence whose context may be divided among CTAs at most: of a partial result in the workspace.
@@ -31,10 +33,10 @@ struct FlashShape {
   static constexpr int kBytes = FEW && kLast + 16 > kInputs ? kLast + 16 : kInputs;
 };
 
-template <int D>
+template <int D, int KEYS = 32>
 constexpr int kFlashBytes =
-    FlashShape<D, true>::kBytes > FlashShape<D, false>::kBytes ? FlashShape<D, true>::kBytes
-                                                               : FlashShape<D, false>::kBytes;
+    FlashShape<D, true>::kBytes > FlashShape<D, false, KEYS>::kBytes ? FlashShape<D, true>::kBytes
+                                                                     : FlashShape<D, false, KEYS>::kBytes;
 
 constexpr int kFewRows = 16;
 constexpr int kPartSteps = 8;  // steps of 64 keys of a part of a context, at least
@@ -71,7 +73,7 @@ __device__ __forceinline__ int sequence_of_tile(const FlashParams& p, int tile) 
 
 // False if a CTA has nothing to do. The first CTAs have the parts of long contexts but the first, those behind them the tiles, in each
 // sequence the one with the most keys first. The KV heads of a tile, whose keys are neighbours in memory, follow each other.
-template <int D>
+template <int D, int KEYS = 32>
 __device__ __forceinline__ bool find_work(const FlashParams& p, FlashWork& w) {
   const int others = p.most_parts - 1, divided = p.seqs * p.kv_heads * others;
   int at = static_cast<int>(blockIdx.x), offset = 0;
@@ -92,7 +94,7 @@ __device__ __forceinline__ bool find_work(const FlashParams& p, FlashWork& w) {
   w.low = p.window > 0 ? max(0, w.position - p.window + 1) : 0;
   w.end = max(0, w.position + queries);
   w.few = count * p.group <= kFewRows, w.parts = 1;
-  const int keys = w.few ? FlashShape<D, true>::kKeys : FlashShape<D, false>::kKeys;
+  const int keys = w.few ? FlashShape<D, true>::kKeys : FlashShape<D, false, KEYS>::kKeys;
   w.first = w.low / keys, w.stop = max(w.first, (w.end + keys - 1) / keys);
   if (w.few && w.rows <= FlashShape<D, true>::kPartRows) {
     const int steps = w.stop - w.first, most = max(1, min(p.most_parts, steps / kPartSteps)),

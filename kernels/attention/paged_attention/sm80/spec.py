@@ -30,6 +30,8 @@ FLASH_SOURCE = "_paged_flash_rare_sm80"
 """The source of the kernels for any batch."""
 FLASH_ROWS = {64: 128, 128: 128, 256: 64}
 """Elements of a head -> query-head pairs of a KV head of their tile; the sizes that they are made for."""
+STEPS_HEAD = 128
+"""Elements of a head whose kernels for any batch are made for steps of 32 and of 64 keys."""
 WHOLE_ROWS = 64
 """Rows of a sequence up to which its context may be worth dividing, which the kernels for any batch do up to 16 rows, Triton's for more."""
 LARGEST_HEAD = 128
@@ -97,20 +99,32 @@ def accepts(problem: Problem) -> str | None:
     return None
 
 
+def has_steps(problem: Problem) -> bool:
+    """Whether a configuration says how many keys a step of the kernels for any batch has."""
+    return problem.integer("head_dim") == STEPS_HEAD and problem["kv"] == "x"
+
+
 def config(problem: Problem, target: Target) -> Config:
-    """As many CTAs as the device runs at a time, and the tiles of the split Triton kernel."""
-    resident = 1 if target.name in SMALL else 2
-    ctas = resident * (target.multiprocessors or PROCESSORS)
-    return {**triton.split_config(problem, target), "ctas": ctas}
+    """As many CTAs as the device runs at a time, and the tiles of the split Triton kernel.
+
+    keys: of a step. Steps of 64 read queries half as often and need fewer instructions for a key, but their 66 KiB of shared memory fit twice
+    on larger multiprocessors alone.
+    """
+    small = target.name in SMALL
+    ctas = (1 if small else 2) * (target.multiprocessors or PROCESSORS)
+    steps = {"keys": 32 if small else 64} if has_steps(problem) else {}
+    return {**triton.split_config(problem, target), "ctas": ctas, **steps}
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """One and two CTAs per multiprocessor, and tiles of the split Triton kernel."""
+    """One and two CTAs per multiprocessor, steps of 32 keys and of 64 where two such CTAs fit, and tiles of the split Triton kernel."""
     base, processors = config(problem, target), target.multiprocessors or PROCESSORS
     yield base
     for ctas in (processors, 2 * processors):
         if ctas != base["ctas"]:
             yield {**base, "ctas": ctas}
+    if base.get("keys") == 64:
+        yield {**base, "keys": 32}
     for one in triton.split_space(problem, target):
         yield {**base, **one}
 
