@@ -316,7 +316,8 @@ def quantize_module(
     """Round the linear layers of any torch model to nearest, and put `Linear` in their place. The model itself is changed.
 
     A matrix that the model shares with another module stays as it is. A module that is in several places is replaced in all of them, and
-    forward hooks go over to the module that takes the place of theirs.
+    forward hooks go over to the module that takes the place of theirs. `torch.nn.TransformerEncoderLayer` keeps its attention, and is computed
+    module by module, without its fast path.
 
     Args:
         scheme: the scheme of the weights, ``int4_g128``, ``mxfp4``, ``fp8_block`` ...; a float dtype keeps them as they are.
@@ -349,7 +350,22 @@ def quantize_module(
             replaced[module] = _rounded(name, module, scheme, policy)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replaced[module])
+    _leave_fast_paths(model)
     return model
+
+
+def _leave_fast_paths(model: torch.nn.Module) -> None:
+    """`torch.nn.TransformerEncoderLayer` and its encoder give their weights to one kernel of torch's where nothing is trained: those that hold
+    ours call their modules instead, as in training."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and _holds_ours(module):
+            module.activation_relu_or_gelu = 0  # of neither function: the kernel takes no others
+        elif isinstance(module, torch.nn.TransformerEncoder) and any(map(_holds_ours, module.layers)):
+            module.use_nested_tensor = False  # which that kernel alone takes
+
+
+def _holds_ours(layer: torch.nn.Module) -> bool:
+    return any(isinstance(getattr(layer, name, None), _Quantized) for name in ("linear1", "linear2"))
 
 
 def _rounded(name: str, module: torch.nn.Module, scheme: QuantScheme, policy: Policy | None) -> _Quantized:

@@ -256,6 +256,40 @@ def test_hooks_go_over() -> None:
     close(model(x), nn.Linear.from_float(float_layer(), "int8_ch")(2 * x))
 
 
+@pytest.mark.parametrize("skip", [(), ("*.linear2",)])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_of_torch_leaves_its_fast_path(skip: tuple[str, ...], norm_first: bool) -> None:
+    """Which reads weights instead of calling modules, and is taken in eval mode alone. Its attention stays in floats, with the projection behind
+    it."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=norm_first)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    rounded, x = copy.deepcopy(model), torch.randn(2, 5, 64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for one in rounded.layers:
+        for linear in (one.linear1, one.linear2)[: 2 - len(skip)]:
+            linear.weight.data = quantize(linear.weight.detach(), "int8_ch").dequantize()
+    gristmill.quantize_module(model, "int8_ch", skip=skip)
+    assert [type(model.layers[1].linear1), type(model.layers[1].linear2)] == [
+        nn.Linear,
+        torch.nn.Linear if skip else nn.Linear,
+    ]
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            close(model(x), rounded(x))
+            close(model.layers[0](x), rounded.layers[0](x))
+            for some in (model, copy.deepcopy(model)):
+                close(
+                    some(x, src_key_padding_mask=padding)[~padding],
+                    rounded(x, src_key_padding_mask=padding)[~padding],
+                )
+    attention = gristmill.quantize_module(
+        torch.nn.ModuleList([copy.deepcopy(model.layers[0].self_attn)]), "int8_ch"
+    )
+    with torch.no_grad():
+        close(attention[0](x, x, x)[0], rounded.layers[0].self_attn(x, x, x)[0])  # type: ignore[index]
+
+
 def test_a_model_that_is_one_layer_is_refused() -> None:
     for layer in (float_layer(), torch.nn.Embedding(8, 64)):
         with pytest.raises(ValueError, match=rf"use gristmill.nn.{type(layer).__name__}.from_float"):
