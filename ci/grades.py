@@ -40,10 +40,13 @@ TESTED_LEVELS = {"cpp": ("cpu:base", "cpu:avx2"), "python": ("cpu:avx2",)}
 """Language -> the CPU levels on which CI runs every example (`EVERY_KERNEL`, which fails where it does not run on them). C++ is run at each level
 of the processor; torch chooses its own code, so only the level of the whole processor counts."""
 EXECUTED = {
+    "grouped_linear_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_experts_ptx.py",
+    "grouped_linear_cutedsl_sm100": "tests/integrations/cutedsl/test_dense_experts_ptx.py",
     "linear_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_block_scaled_ptx.py",
     "linear_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
     "linear_fp8_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
     "moe_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_experts_ptx.py",
+    "moe_cutedsl_sm100": "tests/integrations/cutedsl/test_dense_experts_ptx.py",
 }
 """Kernel in CuTe DSL -> the test that executes its PTX on a CPU (`make hosts`)."""
 FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip_isa.py"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS
 from gristmill.kernels.moe import _chain
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 
 def sizes_of_rows(form: str, rows: int, k: int) -> tuple[int, int, int]:
-    """Bytes of codes, of scales, and of the factors of rows and the maxima that they come from."""
+    """Bytes of codes, of scales, and of the factors of rows and the maxima that they come from. Scales have room for whole tiles of 128 rows by 4
+    groups."""
     of_x = OPERANDS[form]
-    sizes = (rows * k // of_x.packed, rows * (k // of_x.group), 0 if of_x.emax else 8 * rows)
+    scales_of_rows = cdiv(rows, 128) * 128 * cdiv(k // of_x.group, 4) * 4
+    sizes = (rows * k // of_x.packed, scales_of_rows, 0 if of_x.emax else 8 * rows)
     codes, scales, factors = map(_chain.aligned, sizes)
     return codes, scales, factors
 

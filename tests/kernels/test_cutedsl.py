@@ -29,7 +29,8 @@ SHARED = 227 << 10
     [
         ("m=16,e=4,n=64,k=128", None),
         ("m=16,e=4,n=64,k=136,epilogue=bias", None),
-        ("m=16,e=4,n=64,k=136,gather=2", "whole steps of 64"),
+        ("m=16,e=4,n=64,k=136,gather=2", None),
+        ("m=16,e=4,n=64,k=132,gather=2", "multiples of 8, got 132"),
         ("m=16,e=4,n=60,k=128", "multiples of 8"),
         ("m=16,e=4,n=24,k=128,epilogue=silu_mul", "multiples of 8, got 128 and 12"),
         ("m=16,e=4,n=64,k=128,x=fp16", "not bf16 by fp16"),
@@ -172,7 +173,16 @@ def test_both_products_of_moe_are_accepted_as_products() -> None:
     assert second["epilogue"] == "bias" and second["gather"] is False
     assert first.keys() == second.keys() == KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER).keys()
     assert "multiples of 8" in (kernel.accepts(op.problem("m=9,top_k=3,e=5,h=128,i=36")) or "")
-    assert "whole steps" in (kernel.accepts(op.problem("m=9,top_k=3,e=5,h=72,i=64")) or "")
+    assert "multiples of 8" in (kernel.accepts(op.problem("m=9,top_k=3,e=5,h=60,i=64")) or "")
+
+
+@pytest.mark.parametrize("name", ["moe_cutedsl_sm90", "moe_cutedsl_sm100"])
+@pytest.mark.parametrize("sizes", ["h=2048,i=96", "h=2048,i=192", "h=2880,i=2880", "h=2048,i=1408"])
+def test_ranks_of_models_are_accepted(name: str, sizes: str) -> None:
+    """Qwen3-30B-A3B on eight and four ranks, gpt-oss, DeepSeek-V2-Lite."""
+    op = default_registry().op("moe")
+    kernel = default_registry().kernel("moe", name)
+    assert kernel.accepts(op.problem(f"m=64,top_k=4,e=32,{sizes}")) is None
 
 
 def test_the_hash_of_a_verification_has_the_compilers_version(monkeypatch: pytest.MonkeyPatch) -> None:

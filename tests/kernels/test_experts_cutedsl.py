@@ -31,8 +31,17 @@ B200 = Target.parse("sm_100")
         ("m=1,top_k=2,e=4,h=256,i=256,w=nvfp4", "not nvfp4"),
         ("m=1,top_k=2,e=4,h=256,i=256,w=fp8_block.fp8_g128", "not fp8_block.fp8_g128"),
         ("m=1,top_k=2,e=4,h=256,i=256,x=fp32,w=nvfp4.nvfp4", "fp16 or bf16 activations, not fp32"),
-        ("m=1,top_k=2,e=4,h=192,i=256,w=nvfp4.nvfp4", "K a multiple of 128, got K=192"),
-        ("m=1,top_k=2,e=4,h=256,i=192,w=mxfp8.mxfp8", "N / 2 a multiple of 128, got N=384"),
+        ("m=1,top_k=8,e=128,h=2048,i=96,w=nvfp4.nvfp4", None),
+        ("m=1,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp4,epilogue=w13_bias+w2_bias+clamp", None),
+        ("m=1,top_k=8,e=128,h=2048,i=192,w=mxfp8.mxfp8", None),
+        (
+            "m=1,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp8",
+            "spreads to bytes: needs K a multiple of 128, got K=2880",
+        ),
+        (
+            "m=1,top_k=2,e=4,h=208,i=256,w=nvfp4.nvfp4",
+            "whole 16 bytes of a row: needs K a multiple of 32, got K=208",
+        ),
         ("m=1,top_k=2,e=4,h=256,i=256,w=mxfp4.mxfp4,act_order=true", "not act-order"),
         ("m=1,top_k=2,e=65536,h=32768,i=128,w=mxfp4.mxfp4", "in int32, and 65536 experts of 32768 rows"),
     ],
@@ -85,6 +94,15 @@ def test_both_products_have_a_configuration() -> None:
     assert first.keys() == second.keys() == experts.aot(B200)[0].config.keys()
     assert {first[key] for key in ("x", "arch", "scheme")} == {"fp16", "sm_100a", "mxfp4.mxfp8"}
     assert KERNEL.config(problem, Target.parse("sm_103"))["arch"] == "sm_103a"
+
+
+def test_gating_follows_where_gate_and_up_are_no_whole_tiles_of_scales() -> None:
+    problem = OP.problem("m=64,top_k=8,e=128,h=2048,i=192,w=mxfp8.mxfp8,epilogue=w13_bias+clamp")
+    made = list(KERNEL.space(problem, B200))
+    assert made[0] == KERNEL.config(problem, B200) and len(made) == 5
+    first, second = (block_scaled_cutedsl.config_of(made[0], number) for number in (1, 2))
+    assert (first["epilogue"], second["epilogue"]) == ("bias", "none")
+    assert {config["bn1"] for config in made} == {config["bn2"] for config in made} == {64, 128, 256}
 
 
 def test_every_scheme_and_tile_is_compiled() -> None:

@@ -37,7 +37,7 @@ from gristmill.kernels.cutedsl._sm100 import (
     part_reader,
     slots_by_tma,
 )
-from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
+from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Gather, Program, arguments, find, place
 
 BK = 64
 """Columns of a slot, 128 bytes, the width of the swizzle."""
@@ -197,14 +197,7 @@ class GroupedLinear(Program):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         wide = (out.shape[1] + self.columns - 1) // self.columns
-        copy = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((16, 8), stride=(8, 1)),
-            cute.make_layout((1, 8)),
-        )
-        # A slot of the ring as rows of BK columns; the MMA has it in pieces of its own shape.
-        rows = cute.composition(sx, cute.make_layout((BM, BK, self.slots)))
-        to = copy.get_slice(thread).partition_D(rows)
+        copy = Gather(sx, BM, x, thread)
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
         expert, start, first, before = find(offsets, BM, wide, tile, Int32(0), Int32(0))
         while expert < offsets.shape[0] - 1:
@@ -215,10 +208,7 @@ class GroupedLinear(Program):
                 sources[i] = permutation[cutlass.min(row0 + thread // 8 + 16 * i, end - 1)] // top_k
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
-                for i in cutlass.range_constexpr(BM // 16):
-                    cute.copy(
-                        copy, eight(x, sources[i], step * BK + thread % 8 * 8), to[(None, 0), i, 0, slot]
-                    )
+                copy(sources, step, slot)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

@@ -18,9 +18,9 @@ from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.cutedsl._pieces import advance, allocate, eight, initialize, shared_tensor, swiglu
+from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, shared_tensor, swiglu
 from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
-from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
+from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Gather, Program, arguments, find, place
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
@@ -176,13 +176,7 @@ class GroupedLinear(Program):
         wide = (columns + self.columns - 1) // self.columns
         steps = (x_by_tma.shape[1] + BK - 1) // BK
         whole = cute.make_layout(1)
-        # Eight threads copy the 128 bytes of a gathered row.
-        gather = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((LOADERS // 8, 8), stride=(8, 1)),
-            cute.make_layout((1, 8)),
-        )
-        to_x = gather.get_slice(thread).partition_D(sx)
+        gather = Gather(sx, self.bm, x, thread)
 
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
         expert, start, first, before = find(offsets, self.bm, wide, tile, Int32(0), Int32(0))
@@ -228,9 +222,7 @@ class GroupedLinear(Program):
                             tma_bar_ptr=full + slot,
                         )
                 if const_expr(self.gathered):
-                    for i in cutlass.range_constexpr(self.bm // 16):
-                        part = eight(x, sources[i], step * BK + thread % 8 * 8)
-                        cute.copy(gather, part, to_x[(None, 0), i, 0, slot])
+                    gather(sources, step, slot)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

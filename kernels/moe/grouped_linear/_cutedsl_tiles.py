@@ -8,7 +8,8 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass._mlir.dialects import nvvm
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl._pieces import eight, placeholder
@@ -61,6 +62,34 @@ class Program:
         while index < Int64(out.shape[0] - begin) * across:
             cute.autovec_copy(zeros, eight(out, begin + index // across, index % across * 8))
             index += Int64(ctas) * threads
+
+
+class Gather:
+    """Copies of gathered rows of 16-bit numbers to a ring by cp.async of 128 threads: eight copy a step of a row, 64 columns, each every 16th row.
+
+    A slot is rows of 128 bytes, one after another, whose pieces of 16 bytes are exchanged by row % 8, as TMA swizzles them.
+    """
+
+    def __init__(self, ring: cute.Tensor, rows: int, x: cute.Tensor, thread: Int32):
+        """ring: of slots of so many rows."""
+        self.x, self.slot_bytes, self.column = x, rows * 128, thread % 8 * 8
+        row, piece = thread // 8, thread % 8 ^ thread // 8 % 8
+        self.to = cute.recast_ptr(ring.iterator, dtype=Uint8) + (row * 128 + piece * 16)
+
+    def __call__(self, rows: cute.Tensor, step: Int32, slot: Int32):
+        """Copy a step of 64 columns of these rows of x. Columns past K are zero, as those that TMA loads."""
+        column = step * 64 + self.column
+        left = self.x.shape[1] - column
+        inside = cutlass.min(cutlass.max(left, 0) * 2, 16)
+        at = cutlass.min(column, self.x.shape[1] - 8)
+        for i in range(cute.size(rows)):
+            nvvm.cp_async_shared_global(
+                (self.to + (slot * self.slot_bytes + i * 16 * 128)).llvm_ptr,
+                eight(self.x, rows[i], at).iterator.llvm_ptr,
+                16,
+                nvvm.LoadCacheModifierKind.CG,
+                cp_size=inside.ir_value(),
+            )
 
 
 @cute.jit

@@ -86,15 +86,13 @@ MACHINES = (
 )
 
 
-def refusal(w: str, x: str, columns: int, k: int, gather: bool) -> str | None:
+def refusal(w: str, x: str, columns: int, k: int) -> str | None:
     """Why a product of these types and sizes, with `columns` columns of y, is refused; None if it is not."""
     scheme = QuantScheme.parse(w)
     if x not in ("fp16", "bf16") or str(scheme) != x:
         return f"multiplies fp16 by fp16 and bf16 by bf16, not {scheme} by {x}"
     if k % 8 or columns % 8:
         return f"rows of x, W and y must be whole 16 bytes: needs K and y's columns in multiples of 8, got {k} and {columns}"
-    if gather and k % STEP:
-        return f"gathers rows in whole steps of {STEP} columns, got K={k}"
     return None
 
 
@@ -102,7 +100,7 @@ def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
     n, k = problem.integers(*"nk")
     columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
-    return refusal(problem.text("w"), problem.text("x"), columns, k, bool(problem["gather"]))
+    return refusal(problem.text("w"), problem.text("x"), columns, k)
 
 
 def launch(config: Config, call: GroupedLinearCall) -> None:
@@ -199,6 +197,7 @@ def kernel(machine: Machine) -> Kernel:
             "m=33,e=40,n=96,k=128,gather=3,epilogue=bias+silu_mul+clamp",
             "m=7,e=65,n=16,k=8,epilogue=silu_mul",
             "m=90,e=2,n=24,k=192,x=fp16,w=fp16,gather=1,epilogue=bias",
+            "m=150,e=3,n=96,k=200,gather=2,epilogue=silu_mul",
         ),
         priority=55,
     )

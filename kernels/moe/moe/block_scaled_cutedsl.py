@@ -49,14 +49,16 @@ def accepts(problem: Problem) -> str | None:
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """The only tile of the first product; tiles of the second, best first."""
+    """The best tiles of both products; then others of either."""
     m, top_k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     scheme, x = str(QuantScheme.parse(problem.text("w"))), problem.text("x")
     rows, flags = m * top_k, problem.flags("epilogue")
     before = {"silu_mul"} | ({"bias"} if "w13_bias" in flags else set()) | ({"clamp"} & set(flags))
     after = "bias" if "w2_bias" in flags else "none"
-    (first,) = experts.configs(scheme, rows, e, 2 * i, "+".join(sorted(before)), True, x, target)
-    for second in experts.configs(scheme, rows, e, h, after, False, x, target):
+    best, *others = experts.configs(scheme, rows, e, 2 * i, "+".join(sorted(before)), True, x, target)
+    after_it, *more = experts.configs(scheme, rows, e, h, after, False, x, target)
+    pairs = ((best, after_it), *((one, after_it) for one in others), *((best, one) for one in more))
+    for first, second in pairs:
         shared: dict[str, ConfigValue] = {name: first[name] for name in ("scheme", "ctas", "x", "arch")}
         both = ((f"{name}{number}", one[name]) for number, one in ((1, first), (2, second)) for name in OWN)
         yield shared | dict(both)
@@ -74,6 +76,11 @@ EXAMPLES = (
     "m=300,top_k=1,e=1,h=256,i=128,w={w},epilogue=w2_bias",
     "m=40,top_k=8,e=64,h=128,i=128,w={w}",
 )
+NARROW = (
+    "m=9,top_k=3,e=5,h=160,i=96,w={w}",
+    "m=70,top_k=2,e=4,h=224,i=192,w={w},epilogue=w13_bias+w2_bias+clamp",
+)
+"""Sizes that are not whole tiles of scales; codes of 4 bits that are multiplied as bytes have none."""
 KERNEL = Kernel(
     op="moe",
     name="moe_block_scaled_cutedsl_sm100",
@@ -87,6 +94,9 @@ KERNEL = Kernel(
     space=space,
     workspace=_block_scaled_chain.workspace,
     layouts=("scales128x4_v1",),
-    examples=tuple(example.format(w=w) for w in FORMS for example in EXAMPLES),
+    examples=(
+        *(example.format(w=w) for w in FORMS for example in EXAMPLES),
+        *(example.format(w=w) for w, form in FORMS.items() if not form.mixed for example in NARROW),
+    ),
     priority=60,
 )

@@ -40,7 +40,7 @@ def config_of(config: Config, product: int) -> Config:
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
     w, x, (h, i) = problem.text("w"), problem.text("x"), problem.integers(*"hi")
-    return refusal(w, x, i, h, True) or refusal(w, x, h, i, False)
+    return refusal(w, x, i, h) or refusal(w, x, h, i)
 
 
 def kernel(machine: Machine) -> Kernel:
@@ -87,6 +87,7 @@ def kernel(machine: Machine) -> Kernel:
             "m=9,top_k=3,e=5,h=128,i=128",
             "m=200,top_k=2,e=4,h=256,i=144,x=fp16,w=fp16",
             "m=40,top_k=4,e=6,h=64,i=96,epilogue=w13_bias+w2_bias+clamp",
+            "m=70,top_k=2,e=3,h=200,i=72",
         ),
         priority=55,
     )

@@ -8,6 +8,7 @@ INSTALLED = importlib.util.find_spec("cutlass") is not None
 NEED_IT = [
     "test_block_scaled.py",
     "test_block_scaled_ptx.py",
+    "test_dense_experts_ptx.py",
     "test_experts.py",
     "test_experts_ptx.py",
     "test_linear_sm100.py",

@@ -146,6 +146,8 @@ def result(op: str, name: str, kind: str, values: list[Array]) -> Array:
     if op in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
         high, low = (rounded(one, SIXTEEN[op.split(".")[2][:-2]]).astype(np.uint32) for one in values)
         return high << np.uint32(16) | low
+    if op in ("cvt.rn.bf16.f32", "cvt.rn.f16.f32"):
+        return rounded(values[0], SIXTEEN[op.split(".")[2]]).astype(np.uint16)
     if op in ("cvt.f32.bf16", "cvt.f32.f16"):
         return widened(values[0], SIXTEEN[kind])
     if op == "add.rn.f32.bf16":

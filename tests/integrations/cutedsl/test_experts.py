@@ -61,7 +61,9 @@ def in_torch(config: dict[str, object], fault: str = "") -> Callable[..., None]:
         source = torch.arange(places)
         if config["gather"]:
             source = permutation.long() // (1 if fault == "top_k" else top_k)
-        groups = x_scales.view(torch.uint8)[source.clamp(max=x.shape[0] - 1)]
+        down = -(-x.shape[0] // 128)
+        lines = x_scales.view(torch.uint8).view(down, -1, 32, 4, 4)
+        groups = lines.permute(0, 3, 2, 1, 4).reshape(128 * down, -1)[source.clamp(max=x.shape[0] - 1)]
         rows = values(x[source.clamp(max=x.shape[0] - 1)], tiled(groups), form.x, form.group)
         tiles = w_scales.view(count, -1, *w_scales.shape[1:])
         out.zero_()

@@ -25,6 +25,7 @@ from gristmill.kernels.moe._clamped import ALPHA, clamped
 from gristmill.kernels.moe.grouped_linear.block_scaled_cutedsl._experts_sm100 import experts_product
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation
+from gristmill.quant.layouts._scales128x4 import tiled
 from tests.integrations.cutedsl.experts_machine import ExpertsCta
 from tests.integrations.cutedsl.ptx_machine import Map, execute
 from tests.integrations.cutedsl.test_block_scaled_ptx import operand
@@ -90,7 +91,7 @@ def run(case: Case, seed: int, text: str = "") -> tuple[Tensor, Tensor]:
     parameters += operand(*weight, form.w, min(case.bn, 128), form.columns, form.group, form.mixed)
     parameters += [
         memory.matrix(one)[0]
-        for one in (codes, scales.contiguous().view(torch.int32), x_factors, permutation)
+        for one in (codes, tiled(scales).flatten(0, 1).view(torch.int32), x_factors, permutation)
     ]
     parameters += [struct.pack("<i", top_k)]
     parameters += [memory.matrix(one)[0] for one in (offsets, factors, bias.reshape(-1))]
@@ -118,6 +119,9 @@ CASES = [
     Case("mxfp4.mxfp8", 256, (7, 1), 512, 128, "silu_mul", gather=4, foreign=1),
     Case("mxfp4.mxfp8", 64, (3, 0, 129), 184, 256, "bias"),
     Case("mxfp4.mxfp8", 64, (0, 0), 64, 128, foreign=9, ctas=1),
+    Case("nvfp4.nvfp4", 128, (5, 0, 130), 192, 96, gather=2, foreign=2),
+    Case("mxfp4.mxfp4", 64, (1, 140), 72, 352, gather=3),
+    Case("mxfp8.mxfp8", 128, (131, 2), 192, 160),
 ]
 
 

@@ -40,9 +40,10 @@ THREADS = 128
 
 
 def experts_product(config: Config) -> Source:
-    """A program of (codes of x uint8 [rows, bytes of K], their scales int32 [rows, groups / 4], codes of W uint8 [E * N, bytes of K], their scales
-    uint8 [E * row tiles, column tiles, 512], factors of x float32 [rows], factors of W float32 [E * N], bias [E * N], offsets [E + 1], permutation
-    [P], out [P, columns], top_k, ctas, alpha, limit). What the configuration does without is not read. Rows past those of the last expert are zeroed.
+    """A program of (codes of x uint8 [rows, bytes of K], their scales in tiles int32 [row tiles * column tiles, 128], codes of W uint8 [E * N, bytes
+    of K], their scales uint8 [E * row tiles, column tiles, 512], factors of x float32 [rows], factors of W float32 [E * N], bias [E * N], offsets
+    [E + 1], permutation [P], out [P, columns], top_k, ctas, alpha, limit). What the configuration does without is not read. Rows past those of the
+    last expert are zeroed.
     """
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     rows, sizes = cute.sym_int32(), [cute.sym_int32() for _ in range(7)]
@@ -51,7 +52,7 @@ def experts_product(config: Config) -> Source:
     strides = (cute.sym_int64(divisibility=TILE_BYTES), TILE_BYTES, 1)
     arguments = (
         placeholder(Uint8, rows, cute.sym_int32(divisibility=16), align=16),
-        placeholder(Int32, rows, cute.sym_int32(), align=4),
+        placeholder(Int32, cute.sym_int32(), cute.sym_int32(), align=4),
         placeholder(Uint8, sizes[0], cute.sym_int32(divisibility=32 if mixed else 16), align=16),
         make_fake_tensor(Uint8, tiles, stride=strides, assumed_align=16),
         placeholder(Float32, sizes[1], align=4),
@@ -239,11 +240,13 @@ class ExpertsProduct(MainLoop, Program):
         to = copy.get_slice(thread).partition_D(bytes_of_x)
         # Row r of a tile of scales has word r // 32 of line r % 32.
         words = cute.recast_ptr(sx_scales.iterator, dtype=Int32) + thread % 32 * 4 + thread // 32
+        across = (x.shape[1] * (8 // self.of_x.width) // self.group + GROUPS - 1) // GROUPS
         slot, phase = Int32(0), Int32(0)
         expert, start, first, before = find(offsets, BM, wide, tile, Int32(0), Int32(0))
         while expert < offsets.shape[0] - 1:
             row0, end, _ = place(offsets, expert, BM, self.columns, tile - start)
             own = self.source_of(cutlass.min(row0 + thread, end - 1), permutation, top_k)
+            row_tile, line = own >> 7, (own & 31) * 4 + (own >> 5 & 3)  # of its scales
             sources = cute.make_rmem_tensor((BM // 16,), Int32)
             for i in cutlass.range_constexpr(BM // 16):
                 # Past the expert's rows its last one is read again; those sums are not stored.
@@ -256,9 +259,9 @@ class ExpertsProduct(MainLoop, Program):
                     source = part_of_row(x, sources[i], at, 16)
                     cute.copy(copy, source, to[(None, 0), i, 0, slot])
                 for part in cutlass.range_constexpr(self.across):
-                    group = cutlass.min(step * self.across + part, x_scales.shape[1] - 1)
+                    column_tile = cutlass.min(step * self.across + part, across - 1)
                     held = cute.make_tensor(words + (slot * self.across + part) * ROWS, cute.make_layout(1))
-                    cute.copy(word, part_of_row(x_scales, own, group, 1), held)
+                    cute.copy(word, part_of_row(x_scales, row_tile * across + column_tile, line, 1), held)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, ConfigValue
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import need
 from gristmill.kernels.cutedsl import PACKAGES, CuteDslCase, program
 from gristmill.kernels.cutedsl.devices import PROCESSORS
+from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, GROUPS, ROWS, TILE_BYTES, TILES
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS, quantize
 from gristmill.kernels.moe._block_scaled_chain import sizes_of_rows
+from gristmill.kernels.moe._swiglu_triton import swiglu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedLinearCall
 
 BUILD = "gristmill.kernels.moe.grouped_linear.block_scaled_cutedsl._experts_sm100:experts_product"
-COLUMNS = 128
-"""K is a multiple of it: rows of codes are whole 16 bytes, of scales whole words."""
 REQUIRES = Requirement(
     features=(frozenset({"tcgen05", "mma.block_scale", "tma"}),),
     vendors=("nvidia",),
@@ -40,20 +40,20 @@ def refusal(w: str, x: str, experts: int, n: int, k: int, gated: bool) -> str | 
         return f"multiplies {', '.join(FORMS)}, not {scheme}"
     if x not in ("fp16", "bf16"):
         return f"takes fp16 or bf16 activations, not {x}"
-    if k % COLUMNS:
-        return f"copies whole words of scales: needs K a multiple of {COLUMNS}, got K={k}"
-    if gated and n % (2 * ROWS):
-        return f"gate and up begin at tiles of scales: needs N / 2 a multiple of {ROWS}, got N={n}"
-    if n % 8:
-        return f"writes whole 16 bytes of a row: needs N a multiple of 8, got N={n}"
+    form, columns = FORMS[scheme], n // 2 if gated else n
+    if k % form.divisor or not k:
+        what = "codes of 4 bits that TMA spreads to bytes" if form.mixed else "whole 16 bytes of a row"
+        return f"copies {what}: needs K a multiple of {form.divisor}, got K={k}"
+    if columns % 8:
+        return f"writes whole 16 bytes of a row: needs y's columns in multiples of 8, got {columns}"
     if experts * n >= 2**31:
         return f"numbers the rows of all experts in int32, and {experts} experts of {n} rows have more"
     return None
 
 
 def tiles(rows: int, experts: int, n: int, gated: bool, processors: int) -> list[int]:
-    """BN, best first: the widest tiles that give every multiprocessor one, where experts share rows evenly, else as many as there can be. Gate and up
-    are 128 rows each."""
+    """BN, best first: the widest tiles that give every multiprocessor one, where experts share rows evenly, else as many as there can be. Where the
+    program gates, gate and up are 128 rows each."""
     if gated:
         return [2 * ROWS]
     active = max(1, min(experts, rows))
@@ -65,9 +65,15 @@ def tiles(rows: int, experts: int, n: int, gated: bool, processors: int) -> list
 def configs(
     scheme: str, rows: int, experts: int, n: int, epilogue: str, gather: bool, x: str, target: Target
 ) -> Iterator[dict[str, ConfigValue]]:
-    """Configurations of a product for `rows` rows in all, best first."""
-    processors = target.multiprocessors or PROCESSORS
-    for bn in tiles(rows, experts, n, "silu_mul" in epilogue, processors):
+    """Configurations of a product for `rows` rows in all, best first.
+
+    Gate and up of a tile begin at tiles of scales. Where N / 2 is no multiple of their rows, gating follows in a launch of its own.
+    """
+    processors, flags = target.multiprocessors or PROCESSORS, epilogue.split("+")
+    gated = "silu_mul" in flags
+    if gated and n % (2 * ROWS):
+        gated, epilogue = False, "bias" if "bias" in flags else "none"
+    for bn in tiles(rows, experts, n, gated, processors):
         yield {
             "scheme": scheme,
             "bn": bn,
@@ -78,6 +84,17 @@ def configs(
             "ctas": processors,
             "arch": target.nvcc_arch or "sm_100a",
         }
+
+
+@jit
+def gate_kernel(z, out, n, alpha, limit, CLAMP: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(gate) · up of rows of 2 n numbers, gate first, or its clamped form."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(z + row * 2 * n + columns, mask=columns < n, other=0.0).to(tl.float32)
+    up = tl.load(z + row * 2 * n + n + columns, mask=columns < n, other=0.0).to(tl.float32)
+    y = swiglu(gate, up, alpha, limit, CLAMP)
+    tl.store(out + row * n + columns, y.to(out.dtype.element_ty), mask=columns < n)
 
 
 def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
@@ -110,27 +127,34 @@ def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
     from gristmill.kernels.moe.grouped_linear.block_scaled_cutedsl._experts_sm100 import experts_product
 
     x_codes, x_scales, x_factors = room.split([*sizes_of_rows(str(scheme.activation), given, k)])
-    quantize(of_x, x, given, k, x_codes, x_scales, x_factors.view(torch.float32), by_row=True)
-    groups, unread = k // of_x.group, call.expert_offsets.view(torch.float32)
+    quantize(of_x, x, given, k, x_codes, x_scales, x_factors.view(torch.float32), tiled=True, by_row=True)
+    count, unread = cdiv(given, ROWS) * cdiv(k // of_x.group, GROUPS), call.expert_offsets.view(torch.float32)
     width, wide = k // of_x.packed, cdiv(n, int(config["bn"]))
+    follows = call.silu_mul and "silu_mul" not in str(config["epilogue"]).split("+")
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device) if follows else call.out
     # Each expert wastes less than one tile.
     high = min(rows, cdiv(rows, ROWS) + experts)
     program(experts_product, config)(
         x_codes[: given * width].view(given, width),
-        x_scales[: given * groups].view(torch.int32).view(given, groups // 4),
+        x_scales[: count * TILE_BYTES].view(torch.int32).view(count, ROWS),
         codes.flatten(0, 1),
         scales.flatten(0, 1),
         x_factors.view(torch.float32)[:given] if scheme.has_global else unread,
         row_scale.view(-1) if scheme.has_global else unread,
-        call.out.view(-1) if call.bias is None else call.bias.view(-1),
+        y.view(-1) if call.bias is None else call.bias.view(-1),
         call.expert_offsets,
         call.expert_offsets if call.permutation is None else call.permutation,
-        call.out,
+        y,
         call.top_k,
         min(int(config["ctas"]), high * wide),
         call.alpha,
         call.limit,
     )
+    if follows:
+        block = min(1024, next_power_of_2(columns))
+        gate_kernel[(rows, cdiv(columns, block))](
+            y, call.out, columns, call.alpha, call.limit, CLAMP=call.clamp, BLOCK=block
+        )
 
 
 def aot(target: Target) -> list[CuteDslCase]:

@@ -49,6 +49,7 @@ EXAMPLES = (
     "m=265,e=5,n=200,k=384,w={w},epilogue=bias",
     "m=40,e=40,n=256,k=128,x=fp16,w={w},gather=3,epilogue=bias+clamp+silu_mul",
     "m=300,e=1,n=512,k=256,w={w},epilogue=silu_mul",
+    "m=80,e=3,n=320,k=128,w={w},gather=2,epilogue=bias+silu_mul",
 )
 KERNEL = Kernel(
     op="grouped_linear",
@@ -63,6 +64,9 @@ KERNEL = Kernel(
     config=config,
     space=space,
     layouts=("scales128x4_v1",),
-    examples=tuple(example.format(w=w) for w in FORMS for example in EXAMPLES),
+    examples=(
+        *(example.format(w=w) for w in FORMS for example in EXAMPLES),
+        *(f"m=80,e=3,n=192,k=224,w={w},gather=2" for w, form in FORMS.items() if not form.mixed),
+    ),
     priority=60,
 )
