@@ -3,6 +3,7 @@ and cache."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -17,6 +18,9 @@ HAS_GPU = bool(probe_devices().targets)
 if not HAS_GPU:
     # Must come before any import of triton, whose decorators read this when kernels are defined.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Lets modules in C free what they hold as the interpreter ends; nanobind's complain otherwise. Not before: pytest collects at its end.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,8 +44,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leaves what the collection of tests has made out of garbage collections: with it, each takes a second or more."""
-    gc.collect()
+    """Leaves what the collection of tests has made out of garbage collections: with it, each takes a second or more. So does one here, which
+    would find some megabytes."""
     gc.freeze()
 
 
@@ -51,12 +55,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
-    """Lets modules in C free what they hold as the interpreter ends; nanobind's complain otherwise."""
-    gc.unfreeze()
 
 
 @pytest.fixture
