@@ -99,10 +99,9 @@ def test_render_only_needs_no_weights(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The server has begun to listen: it ends with the reason, and no traceback."""
-    log = ["--log-file", str(tmp_path / "log"), "--port", "0"]
-    done = forked.run(
-        "-m", "gristmill.tools.cli", "serve", str(MODEL), "--device", "nonsense", *log, cwd=ROOT
-    )
+    line = ("-m", "gristmill.tools.cli", "serve", str(MODEL), "--device", "nonsense")
+    log = ("--log-file", str(tmp_path / "log"), "--port", "0")
+    done = forked.run(*line, *log, cwd=ROOT, imported=forked.RUNTIME)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("gristmill: unknown device 'nonsense'")
 
@@ -120,7 +119,8 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: st
     """And status 2, before anything is loaded."""
     begin = time.monotonic()
     port = [] if "--port" in arguments else ["--port", "0"]
-    done = forked.run("-m", "gristmill.tools.cli", "serve", *arguments, *port, cwd=ROOT)
+    line = ("-m", "gristmill.tools.cli", "serve", *arguments, *port)
+    done = forked.run(*line, cwd=ROOT, imported=forked.RUNTIME)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
