@@ -97,6 +97,14 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2
   }
 }
 
+// The descriptor of shared memory `units` of 16 bytes further on: its address is in the low half, and a 64-bit sum
+// would also add to the high one, for each product anew. Heads of 256 elements have no registers for that.
+template <int D>
+__device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t units) {
+  if constexpr (D > 192) return descriptor + units;
+  return (descriptor >> 32 << 32) | (static_cast<uint32_t>(descriptor) + units);
+}
+
 // Zeros the values of `count` keys from `from` on, past the end of the context: they may be NaN, which a weight of
 // 0 would not remove. By a warpgroup.
 template <class S>
@@ -179,8 +187,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
           swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kKeyTile));
 #pragma unroll
       for (int j = 0; j < S::kQueryDim / 16; ++j)
-        Wgmma<T, kKeys>::ss(s, q + (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2,
-                            k + (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2, j > 0);
+        Wgmma<T, kKeys>::ss(s, advanced<S::kQueryDim>(q, (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2),
+                            advanced<S::kQueryDim>(k, (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2), j > 0);
       wgmma_commit();
     };
     // At most 128 elements of the values per instruction.
@@ -194,7 +202,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         for (int h = 0; h < D / kWide; ++h)
           Wgmma<T, kWide>::template rs<kMajorMN>(
               *reinterpret_cast<float (*)[kWide / 2]>(&acc.o[h * kWide / 2]), weights[j],
-              v + h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4), j > 0 ? 1 : add);
+              advanced<S::kQueryDim>(v, h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4)),
+              j > 0 ? 1 : add);
       wgmma_commit();
     };
     const auto convert_weights = [&] {
