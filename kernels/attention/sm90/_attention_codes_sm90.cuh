@@ -145,6 +145,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
     }
     tile += work.count;
     if (work.rows == 0) break;
+    if (warp == 0) scheduler.fetch_after(p, work);
   }
 }
 

@@ -72,6 +72,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
     int n = work.first + work.count - 1, next_page = work.count > 0 ? page_of(n) : 0;
 #pragma unroll 1
     for (int i = 0; i < work.count || i == 0; ++i, ++tile) {
+      if (warp == 0 && i + 1 >= work.count) scheduler.fetch_after(p, work);
       if (work.count > 0) {
         const int page = next_page;
         slot = next_slot;

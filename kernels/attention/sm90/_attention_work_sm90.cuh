@@ -310,7 +310,8 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
 }
 
 // Dynamic persistent scheduler: fetches work tiles from one queue until it is empty, then from the other. The
-// atomic of the next tile is issued ahead of time.
+// next one is fetched when the last keys of a tile are copied: the consumers have two tiles of keys left, and no CTA
+// holds a work tile for long that an idle one could begin.
 template <int D>
 struct TileScheduler {
   Queue long_queue, short_queue;
@@ -334,14 +335,21 @@ struct TileScheduler {
     kind = (static_cast<int>(blockIdx.x) < first || long_tiles == 0) && short_tiles > 0;
     if ((threadIdx.x & 31) == 0) item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
   }
-  __device__ __forceinline__ void prefetch(const AttentionParams& p) {
+  // Once for each tile, before `next`: fetches the tile after it, unless that is another part of its context.
+  __device__ __forceinline__ void fetch_after(const AttentionParams& p, const Work& work) {
+    if (work.rows > 0 && !has_more_parts(work)) fetch(p);
+  }
+  __device__ __forceinline__ static bool has_more_parts(const Work& work) {
+    return work.unit < 0 && work.part() + 1 < work.parts();
+  }
+  __device__ __forceinline__ void fetch(const AttentionParams& p) {
     if ((threadIdx.x & 31) != 0) return;
     if ((kind == 0 ? long_tiles : short_tiles) == 0) kind ^= 1;
     item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
   }
   // work: the tile before, replaced by the next one.
   __device__ __forceinline__ void next(const AttentionParams& p, const uint8_t* smem, Work& work) {
-    if (work.unit < 0 && work.part() + 1 < work.parts()) {
+    if (has_more_parts(work)) {
       select_part<D>(p, work, work.part() + 1);
       return;
     }
@@ -356,14 +364,13 @@ struct TileScheduler {
         long_queue = queue;
         if (!found) long_tiles = 0;
       }
-      if (found) break;
+      if (found) return;
       if (long_tiles == 0 && short_tiles == 0) {
         work.rows = 0, work.count = 0, work.part_of_parts = 1 << 8;
         return;
       }
-      prefetch(p);
+      fetch(p);
     }
-    prefetch(p);
   }
 };
 
