@@ -56,11 +56,12 @@ def quantize(
         global_scale: float32 [1], positive, to use instead of the rule's (nvfp4, fp8; one segment, no experts).
 
     Raises:
-        ValueError: K is not a multiple of the group; NaN or infinity in the weight; bad g_idx or segments.
+        ValueError: K is not a multiple of the group; NaN or infinity in the weight; a weight on the meta device; bad g_idx or segments.
         TypeError: the weight is not floating point.
     """
     scheme = QuantScheme.parse(scheme)
     _check_weight(weight, scheme)
+    weight = weight.detach()  # codes have no gradient
     if g_idx is not None:
         g_idx = _check_g_idx(g_idx, weight, scheme)
     starts = _check_segments(segments, weight.shape[-2])
@@ -220,6 +221,10 @@ def _check_weight(weight: Tensor, scheme: QuantScheme) -> None:
         raise TypeError(f"quantize takes a float64, float32, float16 or bfloat16 weight, got {weight.dtype}")
     if weight.dim() < 2 or weight.numel() == 0:
         raise ValueError(f"quantize takes a weight [..., N, K], none of them 0, got {list(weight.shape)}")
+    if weight.is_meta:
+        raise ValueError(
+            f"quantize reads the weight's values, and this one {list(weight.shape)} is on the meta device: load it first"
+        )
     multiple = scheme.requires_k_multiple
     if weight.shape[-1] % multiple:
         raise ValueError(

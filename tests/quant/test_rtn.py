@@ -218,6 +218,20 @@ def test_k_not_a_multiple(name: str) -> None:
         quantize(torch.randn(4, group + 1), name)
 
 
+def test_a_parameter_is_quantized_without_its_graph() -> None:
+    weight = torch.nn.Parameter(torch.randn(16, 64))
+    q = quantize(weight, "int4_g32")
+    assert q.scales is not None
+    assert not q.scales.requires_grad
+    assert torch.equal(q.dequantize(), quantize(weight.detach(), "int4_g32").dequantize())
+    assert not quantize(weight, "bf16").codes.requires_grad
+
+
+def test_a_weight_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta device: load it first"):
+        quantize(torch.empty(16, 64, device="meta"), "int4_g32")
+
+
 @pytest.mark.parametrize("name", ALL_WEIGHT_SCHEMES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_weights_are_named(name: str, value: float) -> None:
