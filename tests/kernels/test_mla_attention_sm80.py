@@ -12,7 +12,7 @@ from gristmill.kernels.attention.mla_attention import triton
 from gristmill.kernels.attention.mla_attention.sm80 import _launch, spec
 from gristmill.kernels.native import manifest
 from tests.calls import make_call
-from tests.kernels.machine_code import assembled, entries, needs_assembler
+from tests.kernels.machine_code import assembled, entries, loops, needs_assembler
 from tests.kernels.test_linear_sm80 import needs_library
 
 OP = default_registry().op("mla_attention")
@@ -129,3 +129,8 @@ def test_machine_code(arch: str) -> None:
         assert registers * 256 * (2 if kernel.endswith("x1") else 1) <= 65536, f"{kernel}: {registers}"
         for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS"):
             assert instruction in code[kernel], (kernel, instruction)
+        few = kernel.endswith("x1")
+        steps = [
+            body for body in loops(code[kernel]) if sum("HMMA" in one for one in body) == (34 if few else 68)
+        ]
+        assert len(min(steps, key=len)) <= (330 if few else 470), "instructions of a step"

@@ -229,6 +229,8 @@ LONGER_STEPS = (
     "q_tokens=33,seqs=3,max_q=31,max_ctx=1100,total_ctx=1300,heads=4,kv_heads=1,block_size=24,lse=true",
     "q_tokens=24,seqs=5,max_q=18,max_ctx=257,total_ctx=300,heads=4,kv_heads=2,block_size=1,x=fp16,softcap=true,lse=true",
     "q_tokens=19,seqs=2,max_q=18,max_ctx=18,total_ctx=25,heads=1,kv_heads=1,block_size=64,x=fp16,window=5,sinks=true,softcap=true",
+    "q_tokens=9,seqs=3,max_q=7,max_ctx=7,total_ctx=9,heads=4,kv_heads=1,block_size=7,lse=true",
+    "q_tokens=20,seqs=1,max_q=20,max_ctx=257,total_ctx=257,heads=3,kv_heads=1,block_size=48,lse=true",
 )
 
 
