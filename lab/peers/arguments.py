@@ -90,3 +90,29 @@ def experts(problem: Problem, device: str, ranks: int = 1) -> Arguments:
 def other_routing(problem: Problem, arguments: Arguments, index: int, ranks: int = 1) -> Arguments:
     """The same weights with other tokens, which choose other experts."""
     return [*_routing(problem, str(arguments[0].device), index, ranks), *arguments[3:]]
+
+
+@lru_cache(maxsize=1)
+def _expert_weight(static: Problem, device: str) -> QuantTensor:
+    return random_weight(Draw(static, 0, device, source=device), *static.integers("e", "n", "k"))
+
+
+def _rows(problem: Problem, device: str, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in the order of their experts, which are random, and the experts' offsets."""
+    draw, (m, e, k) = Draw(problem, index + 1, device, source=device), problem.integers("m", "e", "k")
+    (x,) = draw.stored(draw.rows(m, k, spread=0.5))
+    counts = torch.bincount((draw.uniform(m) * e).long().clamp(max=e - 1), minlength=e)
+    return x, torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+
+
+def rows_of_experts(problem: Problem, device: str) -> Arguments:
+    """Rows of experts, and the experts' weights."""
+    weight = _expert_weight(default_registry().op("grouped_linear").static(problem), device)
+    x, offsets = _rows(problem, device, 0)
+    return [x, weight, offsets, None, 1, False, problem.integer("n"), None, False, ALPHA, LIMIT]
+
+
+def other_rows(problem: Problem, arguments: Arguments, index: int) -> Arguments:
+    """The same weights with other rows, of other experts."""
+    x, offsets = _rows(problem, str(arguments[0].device), index)
+    return [x, arguments[1], offsets, *arguments[3:]]

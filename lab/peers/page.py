@@ -50,7 +50,7 @@ def compared() -> str:
 def results(root: Path = ROOT) -> str:
     """The tables of all result files; without one, that nothing is measured yet."""
     parts, problems = [], {group.name: len(list(group.cells)) for group in groups().values()}
-    for path in sorted((root / "bench" / "results").glob("*/peers.json")):
+    for path in sorted((root / "bench" / "results").glob("*/peers*.json")):
         data, name = json.loads(path.read_text(encoding="utf-8")), path.relative_to(root)
         about = data["about"]
         driver = (about["gpu"] or {}).get("driver_version", "none")

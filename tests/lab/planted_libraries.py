@@ -74,6 +74,26 @@ def fp8_gemm_nt(a: Any, b: Any, out: Tensor, is_deep_gemm_e8m0_used: bool) -> No
     out.copy_(cutlass_scaled_mm(a[0], b[0].t(), a[1], b[1].t(), out.dtype))
 
 
+def m_grouped_bf16_gemm_nt_contiguous(a: Tensor, b: Tensor, out: Tensor, of_rows: Tensor) -> None:
+    assert len(a) % 128 == 0 and of_rows.dtype == torch.int32 and of_rows.shape == (len(a),)
+    tiles = of_rows.view(-1, 128)
+    assert bool((tiles == tiles[:, :1]).all()), "a tile has one expert"
+    out.copy_(torch.stack([row.float() @ b[int(e)].float().t() for row, e in zip(a, of_rows, strict=True)]))
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any
+) -> Tensor:
+    """torch._scaled_mm with scales per block of 1 x 128 and 128 x 128, which the CPU has not."""
+    assert scale_a.stride(0) == 1 and scale_b.stride(0) == 1 and scale_b.stride(1) % 4 == 0
+    return cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype)
+
+
+def multiply(x: Tensor, w: Tensor, x_scales: Tensor, w_scales: Tensor, out: Tensor) -> None:
+    """Of lab.peers.libraries._cutedsl_fp8."""
+    out.copy_(cutlass_scaled_mm(x, w.t(), x_scales, w_scales.t(), out.dtype))
+
+
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -393,6 +413,8 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{QUANTIZATION}.mxfp4_utils": {"_swizzle_mxfp4": lambda codes, scales: (codes, "flex", scales)},
     "vllm.utils.deep_gemm": {"fp8_gemm_nt": fp8_gemm_nt},
+    "vllm.third_party.deep_gemm": {"m_grouped_bf16_gemm_nt_contiguous": m_grouped_bf16_gemm_nt_contiguous},
+    "lab.peers.libraries._cutedsl_fp8": {"multiply": multiply},
     "vllm.vllm_flash_attn.flash_attn_interface": {
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "get_scheduler_metadata": get_scheduler_metadata,
@@ -434,6 +456,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put all of them where they are imported from."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     vllm_modules(monkeypatch)
     for name, content in MODULES.items():
         parts = name.split(".")

@@ -108,6 +108,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
     "cpu_models": (small_file, "--kinds Q8_0 --layers 1 --prompt 16 --rounds 1 --out OUT"),
+    "cutedsl_programs": (as_it_is, "--groups linear_fp8,grouped_bf16,experts_bf16 --list --out OUT"),
     "embeddings": (
         as_it_is,
         "--sizes 300,64,1,2,96 --tokens 8,20 --texts 3 --batch 2 --rounds 1 --spread 0.5 --threads 1 --out OUT",

@@ -1,11 +1,11 @@
-"""Experts: bf16, int4 in groups of 128, FP8 blocks with quantized activations, and gpt-oss's mxfp4 with biases and a clamp.
+"""Experts, and products of theirs: bf16, int4 in groups of 128, FP8 blocks with quantized activations, gpt-oss's mxfp4 with biases and a clamp.
 
 Each call has tokens of its own, which choose other experts: what a call reads has left the cache for the most part.
 """
 
 from functools import partial
 
-from lab.peers.arguments import experts, other_routing
+from lab.peers.arguments import experts, other_routing, other_rows, rows_of_experts
 from lab.peers.group import Group
 
 M = "m=1|16|64|256|1024|4096"
@@ -51,6 +51,31 @@ GROUPS = (
         vary=partial(other_routing, ranks=8),
         models={"DeepSeek-V3 EP 8": (f"m=16|64|256|1024|4096,{DEEPSEEK_EP8},{FP8}",)},
         tiny=(f"{SMALL},{FP8}",),
+    ),
+    Group(
+        name="experts_bf16_ep8",
+        op="moe",
+        inputs=partial(experts, ranks=8),
+        vary=partial(other_routing, ranks=8),
+        models={"DeepSeek-V3 EP 8": (f"m=16|64|1024|4096,{DEEPSEEK_EP8}",)},
+        tiny=(SMALL,),
+    ),
+    Group(
+        name="grouped_bf16",
+        op="grouped_linear",
+        inputs=rows_of_experts,
+        vary=other_rows,
+        models={
+            "Qwen3-30B-A3B": (
+                "m=8|512|8192|32768,e=128,n=1536,k=2048",
+                "m=8|512|8192|32768,e=128,n=2048,k=768",
+            ),
+            "DeepSeek-V3 EP 8": (
+                "m=1|64|1024|4096,e=32,n=4096,k=7168",
+                "m=1|64|1024|4096,e=32,n=7168,k=2048",
+            ),
+        },
+        tiny=("m=7,e=3,n=64,k=128",),
     ),
     Group(
         name="experts_mxfp4",

@@ -4,7 +4,7 @@ from lab.peers.arguments import linear
 from lab.peers.group import Group
 
 BLOCKS, CHANNELS = "w=fp8_block.fp8_g128", "w=fp8_ch.fp8_token"
-M = "m=1|64|256|4096"
+M = "m=1|64|256|1024|4096"
 GROUPS = (
     Group(
         name="linear_fp8",
@@ -19,6 +19,7 @@ GROUPS = (
                 f"m=64|4096,n=4096,k=7168,{BLOCKS},codes=true",
             ),
             "Qwen3-8B": (f"{M},n=6144,k=4096,{BLOCKS}",),
+            "Qwen3-30B-A3B": (f"{M},n=5120,k=2048,{BLOCKS}", f"{M},n=2048,k=4096,{BLOCKS}"),
             "Llama-3-8B": (f"{M},n=6144,k=4096,{CHANNELS}", f"m=64|4096,n=6144,k=4096,{CHANNELS},codes=true"),
             "Llama-3-70B TP 4": (f"{M},n=14336,k=8192,{CHANNELS}", f"{M},n=8192,k=7168,{CHANNELS}"),
         },

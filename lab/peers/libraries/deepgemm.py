@@ -1,4 +1,4 @@
-"""DeepGEMM as vLLM has it: FP8 weights in blocks of 128 x 128; x is quantized by vLLM's kernel unless it is given as codes."""
+"""DeepGEMM as vLLM has it: FP8 weights in blocks of 128 x 128; x is quantized by vLLM's kernel unless it is given as codes. Experts in bf16."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from gristmill.kernel_registry.problem import Problem
 from lab.peers.adapter import Adapter, Arguments, Peer, Run
+from lab.peers.libraries import grouped_mm
 from lab.peers.libraries._fp8 import BLOCKS, by_column, pack
 
 ALIGNED_ROWS = 4
@@ -34,9 +35,52 @@ def bind(problem: Problem, arguments: Arguments) -> Run:
     return run
 
 
+TILE_ROWS = 128
+"""Rows of a tile, of which each has one expert."""
+
+
+def bind_experts(problem: Problem, arguments: Arguments) -> Run:
+    """Rows of experts begin at tiles, in copies that are made here; which expert a row has is told row by row."""
+    try:
+        from vllm.third_party import deep_gemm
+    except ImportError:
+        import deep_gemm
+    x, weight, offsets = arguments[:3]
+    counts = offsets.diff().long()
+    high = (counts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    begins = (high.cumsum(0) - high).repeat_interleave(counts)
+    own = torch.arange(len(begins), device=x.device) - offsets[:-1].long().repeat_interleave(counts)
+    places = begins + own
+    rows = torch.zeros(int(high.sum()), x.shape[1], dtype=x.dtype, device=x.device)
+    rows[places] = x[: len(places)]
+    of_rows = torch.arange(len(counts), dtype=torch.int32, device=x.device).repeat_interleave(high)
+    out = torch.full((len(rows), weight.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, weight, out, of_rows)
+        return out, places
+
+    return run
+
+
+def in_order(arguments: Arguments, result: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """The rows of x out of tiles."""
+    out, places = result
+    return [out[places]]
+
+
 PEER = Peer(
     name="deepgemm",
     package="vllm",
     modules=("vllm.utils.deep_gemm",),
-    adapters=(Adapter(op="linear", accepts=accepts, pack=pack, bind=bind),),
+    adapters=(
+        Adapter(op="linear", accepts=accepts, pack=pack, bind=bind),
+        Adapter(
+            op="grouped_linear",
+            accepts=grouped_mm.accepts,
+            pack=grouped_mm.pack,
+            bind=bind_experts,
+            outputs=in_order,
+        ),
+    ),
 )
