@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
+TOKEN_S, MOST_DEBT_S = 1e-3, 0.1
+"""Processor time of the parser for a token, and how far a grammar may be beyond that. A token takes some microseconds; of a grammar with ever more
+ways to read the same text, such as ``s: s s | "a"``, the square of the text's length: a second after some hundred tokens, with the mask, for which
+every other request waits."""
+
+
 class Grammar:
     """The state of one output within its grammar. A mask of the vocabulary has `words` int32 words."""
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self.matcher = matcher
         self.words = words
+        self._debt = 0.0  # seconds
 
     def copies(self, count: int) -> list[Grammar]:
         """This one, and others in the same state: for `count` completions of one prompt."""
@@ -39,7 +46,11 @@ class Grammar:
 
     def consume(self, tokens: Sequence[int]) -> None:
         """These tokens were sampled."""
+        begin = time.thread_time()
         self.matcher.consume_tokens(list(tokens))
+        taken = time.thread_time() - begin
+        if self._debt <= MOST_DEBT_S:
+            self._debt = max(0.0, self._debt + taken - TOKEN_S * len(tokens))
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after another. Changes nothing."""
@@ -47,12 +58,17 @@ class Grammar:
 
     @property
     def failed(self) -> bool:
-        """Whether it cannot go on: a limit of the parser was reached, or a token came that it had barred."""
-        return bool(self.matcher.is_error())
+        """Whether it cannot go on: a limit of the parser was reached, it takes too long, or a token came that it had barred."""
+        return self._debt > MOST_DEBT_S or bool(self.matcher.is_error())
 
     @property
     def error(self) -> str:
         """Why it cannot go on; empty if it can."""
+        if self._debt > MOST_DEBT_S and not self.matcher.is_error():
+            return (
+                f"the grammar is too ambiguous: to read what was written takes more than {1e3 * TOKEN_S:g} ms for each token. Let a text have one "
+                "derivation: write a list as item*, or left-recursive (list: list item | item), and no rule twice around the same text"
+            )
         return str(self.matcher.get_error())
 
 
@@ -126,8 +142,9 @@ class GrammarCompiler:
                     resolve_parts(tag_grammar(parse_tags(output.structural_tag), self._added), self._added)
                 )
             else:
+                # One terminal: as a rule, each option would be an item of the parser, which takes some hundreds.
                 options = " | ".join(json.dumps(option, ensure_ascii=False) for option in output.choice or ())
-                text = matcher.grammar_from_lark(f"start: {options}")
+                text = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
         except ValueError as error:
             raise UsageError(f"the structured output cannot be compiled: {error}") from error
         compiled = matcher(self._tokenizer, text, log_level=0)

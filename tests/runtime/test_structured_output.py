@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from gristmill.runtime.grammars import Grammar, GrammarCompiler
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.structured_output import StructuredOutput
+from gristmill.runtime.tokenizer import Tokenizer
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
 
@@ -229,6 +231,70 @@ def test_what_cannot_be_compiled_or_combined(
     monkeypatch.setattr(llm, "_compiler", None)
     with pytest.raises(UsageError, match=r"pip install 'gristmill\[structured\]'"):
         llm.generate("x", params(CASES[2][0]))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    """For a model of 4096 tokens."""
+    return GrammarCompiler((oracle.MODELS / LLAMA / "tokenizer.json").read_text(), 4096, [2])
+
+
+def written(grammar: Grammar, token: int, count: int) -> int:
+    """How many of these tokens come until the grammar cannot go on."""
+    for number in range(count):
+        if grammar.failed:
+            return number
+        mask = grammars.next_tokens([grammar], [[]], False)
+        if grammar.failed:
+            return number
+        assert mask[0, token // 32].item() >> token % 32 & 1
+        grammar.consume([token])
+    return count
+
+
+def test_an_ambiguous_grammar_ends_before_it_holds_up_others(compiler: GrammarCompiler) -> None:
+    """A token takes the square of the time of a text that has ever more derivations: without a bound half a second after 500 tokens."""
+    letter = Tokenizer(oracle.MODELS / LLAMA).encode("a", add_special_tokens=False)[-1]
+    for rules in ('s: s s | "a" | ""', 's: l l l l l l l\nl: item*\nitem: "a" | "a" "b"?'):
+        grammar = compiler.compile(StructuredOutput(grammar=f"start: s\n{rules}"))
+        begin = time.thread_time()
+        assert 20 < written(grammar, letter, 2000) < 2000
+        assert time.thread_time() - begin < 10
+        assert (
+            "the grammar is too ambiguous" in grammar.error
+            and "Let a text have one derivation" in grammar.error
+        )
+        assert grammar.allowed([letter]) == 0
+    for rules in ('s: "a"*', 's: s "a" | "a"', 's: (item ","?)* ";"?\nitem: /a+/ | /a/'):
+        grammar = compiler.compile(StructuredOutput(grammar=f"start: s\n{rules}"))
+        assert written(grammar, letter, 2000) == 2000, grammar.error
+
+
+def test_time_counts_by_tokens(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long once, and little afterwards, goes on."""
+    clock = [0.0]
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
+    [grammar] = compiler.compile(StructuredOutput(regex="a*")).copies(1)
+    for seconds, ends in ((0.09, False), (0.0, False), (0.015, True)):
+        clock[0] = seconds
+        for _ in range(30 if seconds < 0.05 else 1):
+            grammar.consume([])
+        assert grammar.failed is ends
+
+
+def test_thousands_of_choices(compiler: GrammarCompiler) -> None:
+    """As many rules would be more than a parser takes; those that begin another one are among them."""
+    tokenizer = Tokenizer(oracle.MODELS / LLAMA)
+    choices = [*(f"value {number}" for number in range(5000)), "value"]
+    whole = compiler.compile(StructuredOutput(choice=choices))
+    for text, fits in (("value", True), ("value 4999", True), ("value 4", True), ("value 5000", False)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        [_, grammar] = whole.copies(2)
+        assert (grammar.allowed(ids) == len(ids)) is fits
+        if fits:
+            grammar.consume(ids)
+            assert not grammar.failed, grammar.error
+            assert grammars.next_tokens([grammar], [[]], False)[0, 0].item() >> 2 & 1
 
 
 CALL = {
