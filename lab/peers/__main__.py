@@ -39,7 +39,9 @@ def arguments(
     parser.add_argument("--groups", default=",".join(all_groups), help="by commas: %(default)s")
     parser.add_argument("--peers", default=",".join(known), help="by commas: %(default)s")
     parser.add_argument(
-        "--where", default="", help="only cells whose model or problem has this text: m=4096,"
+        "--where",
+        default="",
+        help="only cells whose model or problem has this text, or one of several: m=1,|m=4096,",
     )
     parser.add_argument("--cells", type=int, help="at most so many, spread over the groups")
     parser.add_argument("--out", type=Path, help="the result file; cells that it has are not measured again")
@@ -135,7 +137,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str
         if why:
             print(f"without {name}: {why}", file=sys.stderr)
     by_name = {group.name: group for group in chosen}
-    cells = [cell for group in chosen for cell in group.cells if options.where in cell.name]
+    texts = options.where.split("|")
+    cells = [cell for group in chosen for cell in group.cells if any(text in cell.name for text in texts)]
     cells = thinned(cells, options.cells)
     status = measure(
         ((by_name[cell.group], cell) for cell in cells), Race(settings, here), file, options.seconds

@@ -134,9 +134,8 @@ def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys) -> None:
 
 
 def test_cells_are_chosen_by_what_they_are_called(tmp_path: Path) -> None:
-    assert (
-        run(tmp_path / "peers.json", "--groups", "linear_dense,linear_int4", "--where", "m=7,n=96,k=256") == 0
-    )
+    texts = "m=7,n=96,k=256|m=4095,"
+    assert run(tmp_path / "peers.json", "--groups", "linear_dense,linear_int4", "--where", texts) == 0
     [row] = read(tmp_path / "peers.json")["rows"]
     assert row["problem"] == "m=7,n=96,k=256,w=int4_g128"
 
