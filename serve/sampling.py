@@ -17,6 +17,8 @@ from gristmill.serve.service import Service
 MAX_STOPS, MAX_BAD_WORDS, MAX_CHARACTERS = 64, 1024, 1024
 MAX_TOKEN_IDS = 1024
 """Entries of logit_bias and stop_token_ids."""
+MAX_LOGPROBS = 20
+"""Most likely tokens at each position, of the output or the prompt: as OpenAI's and vLLM's servers have it."""
 MAX_INTERVAL_MS = 60_000
 MAX_SCHEMA_DEPTH = 32
 
@@ -108,6 +110,7 @@ def sampling_params(
     ):
         if len(getattr(request, name) or ()) > most:
             raise _limit(name, f"{len(getattr(request, name))} entries", most)
+    check_logprobs("prompt_logprobs", request.prompt_logprobs)
     if not 0 <= (request.stream_interval_ms or 0) <= MAX_INTERVAL_MS:
         raise ApiError(
             400,
@@ -135,6 +138,12 @@ def sampling_params(
     except UsageError as error:
         name = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=name if name in values else None) from error
+
+
+def check_logprobs(name: str, given: int | None) -> None:
+    """ApiError: more candidates at each position than the server shows, or fewer than none."""
+    if given is not None and not 0 <= given <= MAX_LOGPROBS:
+        raise ApiError(400, f"{name} must be 0 to {MAX_LOGPROBS}, got {given}", param=name)
 
 
 def _check_replaced(request: SamplingFields) -> None:

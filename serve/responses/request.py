@@ -16,10 +16,9 @@ from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import beside, room
 from gristmill.serve.openai_messages import GivenFunction, allowed_functions, chat_options
 from gristmill.serve.responses.items import GivenItem, new_id
-from gristmill.serve.sampling import SamplingFields, sampling_params
+from gristmill.serve.sampling import SamplingFields, check_logprobs, sampling_params
 from gristmill.serve.service import Service
 
-MAX_TOP_LOGPROBS = 20
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 LOGPROBS = "message.output_text.logprobs"
@@ -133,12 +132,7 @@ def check(request: ResponsesRequest) -> None:
             f"max_output_tokens must be at least 1, got {request.max_output_tokens}",
             param="max_output_tokens",
         )
-    if not 0 <= (request.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            400,
-            f"top_logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}",
-            param="top_logprobs",
-        )
+    check_logprobs("top_logprobs", request.top_logprobs)
     for name in request.include or ():
         if name not in INCLUDABLE:
             raise ApiError(400, f"include: {name!r} is none of {', '.join(INCLUDABLE)}", param="include")

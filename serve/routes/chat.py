@@ -14,11 +14,9 @@ from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Answer, Generation, Part, answers, beside, continued, room, shortened
 from gristmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
-from gristmill.serve.sampling import SamplingFields, sampling_params
+from gristmill.serve.sampling import SamplingFields, check_logprobs, sampling_params
 from gristmill.serve.service import Service
 from gristmill.serve.usage import end_of_stream, usage
-
-MAX_TOP_LOGPROBS = 20
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -69,10 +67,7 @@ async def prepared(
     logprobs = None
     if request.logprobs:
         logprobs = request.top_logprobs or 0
-        if not 0 <= logprobs <= MAX_TOP_LOGPROBS:
-            raise ApiError(
-                400, f"top_logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {logprobs}", param="top_logprobs"
-            )
+        check_logprobs("top_logprobs", logprobs)
     elif request.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     params = sampling_params(

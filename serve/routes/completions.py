@@ -17,13 +17,12 @@ from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Answer, Generation, Part, beside, room, shortened
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
-from gristmill.serve.sampling import SamplingFields, check_choices, sampling_params
+from gristmill.serve.sampling import SamplingFields, check_choices, check_logprobs, sampling_params
 from gristmill.serve.service import Service
 from gristmill.serve.token_ids import check_ids
 from gristmill.serve.token_text import TextOffsets
 from gristmill.serve.usage import end_of_stream, usage
 
-MAX_LOGPROBS = 20
 DEFAULT_TOKENS = 16
 """max_tokens of a request without one: OpenAI's."""
 
@@ -86,8 +85,7 @@ def _params(
         raise ApiError(400, "suffix is not supported by this model", param="suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of is not supported; use n", param="best_of")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise ApiError(400, f"logprobs must be 0 to {MAX_LOGPROBS}, got {request.logprobs}", param="logprobs")
+    check_logprobs("logprobs", request.logprobs)
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         request.prompt_logprobs = request.logprobs
     return [

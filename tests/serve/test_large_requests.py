@@ -117,6 +117,8 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized(
         ("allowed_token_ids", [5] * 4097),
         ("logit_bias", {str(token): 1 for token in range(1025)}),
         ("stop", ["a"] * 65),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
         ("stream_interval_ms", 1e300),
         ("stream_interval_ms", -1),
     ],
