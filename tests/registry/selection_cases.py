@@ -453,7 +453,8 @@ grouped_linear | m=512,e=128,n=1536,k=2048,x=fp16,w=fp16 | sm_103 | cutedsl | - 
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_110 | cutedsl | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_triton
-grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2044,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
 linear | m=1,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
 linear | m=4096,n=28672,k=4096,x=fp16,w=nvfp4.nvfp4,epilogue=silu_mul | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100
 linear | m=64,n=4096,k=2880,w=mxfp4.mxfp4,epilogue=bias+residual | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
@@ -476,7 +477,9 @@ linear | m=512,n=4096,k=4096,x=fp16 | sm_100 | cutedsl89 | cutedsl | linear_torc
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
 linear | m=512,n=4096,k=4096,w=fp8_ch.fp8_token,epilogue=silu_mul | sm_103 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
 linear | m=512,n=4096,k=4096,x=fp16,w=fp8.fp8_token,codes=true | sm_100 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
-linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | - | linear_w8a8_sm89
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | - | linear_fp8_cutedsl_sm100
+linear | m=1,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_103 | cutedsl89 | - | linear_fp8_cutedsl_sm100
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | cutedsl89 | - | linear_w8a8_sm89
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | cutedsl | linear_w8a8_sm89
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | cutedsl | linear_w8a8_sm90
 moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
@@ -719,11 +722,13 @@ grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gathe
 grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl-old | - | grouped_linear_nvfp4_triton
 grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_90 | cutedsl | - | grouped_linear_torch
 grouped_linear | m=512,e=128,n=1536,k=2048,w=fp8_block.fp8_g128,epilogue=silu_mul,gather=8 | sm_90 | cutedsl | - | grouped_linear_torch
-grouped_linear | m=512,e=128,n=1408,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul | sm_100 | cutedsl | - | grouped_linear_nvfp4_triton
+grouped_linear | m=512,e=128,n=1408,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1408,k=2064,w=nvfp4.nvfp4,epilogue=silu_mul | sm_100 | cutedsl | - | grouped_linear_nvfp4_triton
 moe | m=4096,top_k=8,e=256,h=7168,i=2048,x=fp16,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=16,top_k=4,e=32,h=2944,i=2944,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=16,top_k=8,e=128,h=2048,i=704,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=704,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=16,top_k=8,e=128,h=2048,i=720,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4,x=fp32 | sm_100 | cutedsl | - | moe_nvfp4_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | moe_nvfp4_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | family120 | - | moe_mx_triton
@@ -925,7 +930,7 @@ linear | m=64,n=4096,k=4096,w=nvfp4 | sm_100 | cutedsl | - | linear_block_scaled
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4,x=fp32 | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | fp16 or bf16
 grouped_linear | m=16,e=4,n=64,k=128,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | hardware | its family
 grouped_linear | m=16,e=4,n=64,k=128,w=nvfp4.nvfp4 | sm_121 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
-grouped_linear | m=16,e=4,n=64,k=192,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | problem | K a multiple of 128
+grouped_linear | m=16,e=4,n=64,k=208,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | problem | K a multiple of 32
 grouped_linear | m=16,e=4,n=64,k=192,w=nvfp4.nvfp4 | sm_120 | family120 | - | grouped_linear_fp4_sm120 | problem | K a multiple of 128
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | runs only on its family
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
@@ -933,7 +938,7 @@ moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | cutedsl | - | moe
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_90 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks mma.block_scale, tcgen05
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | moe_block_scaled_cutedsl_sm100 | build | 4.8 or newer is needed
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | problem | not nvfp4
-moe | m=16,top_k=8,e=128,h=2048,i=704,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | problem | N / 2 a multiple of 128
+moe | m=16,top_k=8,e=128,h=2048,i=704,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | problem | K a multiple of 128
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
 grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
 grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows

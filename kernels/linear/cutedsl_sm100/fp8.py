@@ -185,5 +185,5 @@ KERNEL = Kernel(
         "m=33,n=200,k=656,w=fp8_block.fp8_g128,codes=true",
         "m=2048,n=4096,k=400,w=fp8_block.fp8_g128,epilogue=residual",
     ),
-    priority=90,
+    priority=105,
 )
