@@ -75,10 +75,10 @@ def test_formats_of_the_whole_tensor_are_refused() -> None:
         ("block_scaled_cutedsl_sm100", "m=4,e=2,n=72,k=128,w=mxfp4.mxfp8,epilogue=bias", None),
         (
             "block_scaled_cutedsl_sm100",
-            "m=4,e=2,n=128,k=128,w=mxfp8.mxfp8,epilogue=silu_mul",
-            "N / 2 a multiple of 128",
+            "m=4,e=2,n=24,k=128,w=mxfp8.mxfp8,epilogue=silu_mul",
+            "multiples of 8, got 12",
         ),
-        ("block_scaled_cutedsl_sm100", "m=4,e=2,n=12,k=128,w=nvfp4.nvfp4", "N a multiple of 8"),
+        ("block_scaled_cutedsl_sm100", "m=4,e=2,n=12,k=128,w=nvfp4.nvfp4", "multiples of 8, got 12"),
         ("fp4_sm120", "m=4,e=2,n=64,k=128,w=mxfp4.mxfp4,epilogue=silu_mul", None),
         ("fp4_sm120", "m=4,e=2,n=48,k=128,w=nvfp4.nvfp4,epilogue=silu_mul", "N of 32"),
         ("mxfp8_sm120", "m=4,e=2000,n=64,k=128,w=mxfp8.mxfp8", "up to 1024 experts"),
