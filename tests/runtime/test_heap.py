@@ -19,12 +19,11 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def no_collection() -> Iterator[None]:
+    """And none here: each would take seconds, over all that the tests of this process have made."""
     gc.unfreeze()
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
-    gc.collect()
     gc.freeze()  # as tests/conftest.py had
 
 
