@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 MOST_FILES = 12
 GENERATED = {
@@ -83,14 +85,18 @@ def applied(name: str, text: str, diff: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def run(tree: Path, *command: str) -> str:
-    """Returns the output of Python in a copy of the tree."""
-    environment = os.environ | {
+def environment_of(tree: Path) -> dict[str, str]:
+    return os.environ | {
         "PYTHONPATH": f"{tree / 'site'}:{tree / 'src'}",
         "SKBUILD_EDITABLE_SKIP": str(ROOT / "build"),
         "TRITON_INTERPRET": "1",
         "XDG_CACHE_HOME": str(tree / "cache"),
     }
+
+
+def run(tree: Path, *command: str) -> str:
+    """Returns the output of Python in a copy of the tree."""
+    environment = environment_of(tree)
     result = subprocess.run(
         [sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
@@ -126,7 +132,10 @@ def test_the_diff_is_small(tree: Path) -> None:
 
 def test_kernels_that_name_the_argument_apply_it_and_others_refuse(tree: Path) -> None:
     kernels = ["paged_attention_sm90", "paged_attention_torch", "paged_attention_triton"]
-    assert run(tree, "-c", CHECK).split() == ["2", *kernels]
+    path = (tree / "site", tree / "src")
+    result = forked.run("-c", OUR_OWN + CHECK, cwd=tree, env=environment_of(tree), path=path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2", *kernels]
 
 
 def test_the_tests_that_it_edits_pass(tree: Path) -> None:
