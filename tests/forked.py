@@ -94,6 +94,15 @@ def forked_children() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Processes that verify kernels (`gristmill.autotune.worker`) are forks within this context."""
+    from gristmill.autotune import child
+
+    with patch.object(child, "subprocess", SimpleNamespace(Popen=_Popen, PIPE=subprocess.PIPE)):
+        yield
+
+
 def _child(
     command: Sequence[str],
     *,
@@ -110,7 +119,7 @@ def _child(
 
 
 class _Popen(subprocess.Popen[Any]):
-    """In a fork: `subprocess.Popen`, but for workers of `gristmill.autotune.worker`."""
+    """`subprocess.Popen`, but for workers of `gristmill.autotune.worker`: in a fork, and within `forked_workers`."""
 
     def __new__(cls, command: Any, *rest: Any, **options: Any) -> Any:
         if command[:3] != [sys.executable, "-m", "gristmill.autotune.worker"]:
