@@ -48,8 +48,13 @@ int read_rows16(Rows16* w, const void* const* tensors, const int64_t* size, cons
   const int64_t group = o.group ? o.group : columns;
   const int64_t scales = experts * blocks * (columns / group) * 16;
   if (experts < 1 || size[0] != experts * codes) return GM_E_SHAPE;
-  if ((size[1] && size[1] != scales) || (size[2] && size[2] != size[1])) return GM_E_SHAPE;
-  if (size[3] && size[3] != experts * blocks * 16) return GM_E_SHAPE;
+  // A scheme has scales, zero points and scales of rows, or it does not; what tells no more is the format of codes of one size.
+  const bool dense = o.format >= 4, zeros = (o.format == 0 || o.format == 2) && !o.zero;
+  const bool nvfp4 = o.format == 1 && !o.e8m0;
+  if (size[1] != (dense ? 0 : scales) || size[2] != (zeros ? scales : 0)) return GM_E_SHAPE;
+  if (size[3] && (!nvfp4 || size[3] != experts * blocks * 16)) return GM_E_SHAPE;
+  const bool floats = type[1] == GM_F32 || type[1] == GM_F16 || type[1] == GM_BF16;
+  if (!dense && !(o.e8m0 ? type[1] == GM_U8 : nvfp4 ? type[1] == lin::kE4M3 : floats)) return GM_E_DTYPE;
   const auto given = [&](int i) { return size[i] ? tensors[i] : nullptr; };
   *w = {.codes = tensors[0],
         .scales = given(1),

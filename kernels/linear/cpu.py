@@ -31,6 +31,7 @@ FORMATS = {
     "fp16": 5,
     "bf16": 6,
 }
+DENSE = ("fp32", "fp16", "bf16")
 _LEVEL = best_config("gm_linear_rows16")
 
 
@@ -54,7 +55,8 @@ def need_rows16(what: str, config: Config, weight: list[Tensor], *shape: int) ->
     *lead, n, k = shape
     columns, ordered = codes.shape[-2] * int(config["columns"]), perm.numel()
     blocks, group = cdiv(n, 16), int(config["group"]) or columns
-    if codes.shape[:-2] != (*lead, blocks) or columns < k * (not ordered) or (ordered and ordered != columns):
+    multiple = int(config["group"]) or 32
+    if codes.shape[:-2] != (*lead, blocks) or columns != (ordered or cdiv(k, multiple) * multiple):
         raise ValueError(
             f"{what}: codes {tuple(codes.shape)} and perm of {ordered} do not pack a {list(shape)} weight"
         )
@@ -63,19 +65,37 @@ def need_rows16(what: str, config: Config, weight: list[Tensor], *shape: int) ->
         dtype_name(codes.dtype) == "uint8" and codes.shape[-1] == 64,
         f"{what}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}",
     )
-    need(
-        row_scale.numel() in (0, rows),
-        f"{what}: row_scale must be empty or hold {rows} numbers, got {tuple(row_scale.shape)}",
-    )
-    need_plain(what, "fp32", row_scale=row_scale)
-    need_plain(what, "int32", perm=perm)
     for name, slot in (("codes", codes), ("scales", scales), ("zeros", zeros)):
         need(slot.is_contiguous(), f"{what}: {name} must be contiguous, got strides {tuple(slot.stride())}")
-    scaled, zeroed = scales.numel(), zeros.numel()
-    if (scaled and scaled != rows * (columns // group)) or (zeroed and zeroed != scaled):
-        raise ValueError(
-            f"{what}: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit {list(shape)} in groups of {group}"
+    need_plain(what, "fp32", row_scale=row_scale)
+    need_plain(what, "int32", perm=perm)
+    scaled = rows * (columns // group)
+    kinds, zero_points, scaled_rows = _parts(config)
+    for name, slot, sizes in (
+        ("scales", scales, (scaled if kinds else 0,)),
+        ("zeros", zeros, (scaled if zero_points else 0,)),
+        ("row_scale", row_scale, (0, rows if scaled_rows else 0)),
+    ):
+        need(
+            slot.numel() in sizes,
+            f"{what}: planned for a scheme with {max(sizes) or 'no'} {name} for {list(shape)}, in groups of {group}; got {tuple(slot.shape)}: "
+            "the plan must be of the weight's own scheme",
         )
+    need(
+        not kinds or dtype_name(scales.dtype) in kinds,
+        f"{what}: planned for a scheme with scales of {' or '.join(kinds)}, got {scales.dtype}: the plan must be of the weight's own scheme",
+    )
+
+
+def _parts(config: Config) -> tuple[tuple[str, ...], bool, bool]:
+    """What a weight of the scheme has: dtypes of its scales (none: it has none), zero points, scales of rows."""
+    weight = next(name for name, code in FORMATS.items() if code == config["format"])
+    if weight in DENSE:
+        return (), False, False
+    zero_points = weight in ("int4", "int8") and not config["zero"]
+    if config["e8m0"]:
+        return ("uint8",), zero_points, False
+    return ("fp8",) if weight == "mxfp4" else ("fp32", "fp16", "bf16"), zero_points, weight == "mxfp4"
 
 
 def accepts(problem: Problem) -> str | None:

@@ -165,6 +165,7 @@ int sample_row(float* z, int64_t n, int64_t padded, const Request& r, int64_t* i
       }
     }
   }
+  if (*id < 0) *id = 0;  // a min_p above 1 bars every token: of equally impossible ones the first
   return GM_OK;
 }
 

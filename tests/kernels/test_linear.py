@@ -325,6 +325,40 @@ def test_bad_arguments_say_what_is_wrong() -> None:
         quantize(torch.randn(8, 100), "int4_g128")
 
 
+def parts(scheme: str) -> tuple[Any, ...]:
+    """What the tensors of a weight tell about its scheme."""
+    codes, *others = pack(weight_of(scheme, 32, 256), "cpu_rows16_v1").tensors
+    return tuple(codes.shape), [(tuple(one.shape), one.dtype) for one in others if one.numel()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("planned", ALL_WEIGHT_SCHEMES)
+def test_tensors_of_another_scheme_are_refused(planned: str, level: str) -> None:
+    """By name, wherever they tell it: scales and zero points that are there, or not, and their sizes and dtypes."""
+    x = torch.randn(2, 256)
+    problem = f"m=2,n=32,k=256,x=fp32,w={planned}"
+    for given in ALL_WEIGHT_SCHEMES:
+        mine, other = parts(planned), parts(given)
+        weight = weight_of(given, 32, 256)
+        if same_parts(mine, other):
+            run(named("linear_cpu"), problem, x, weight, layout="cpu_rows16_v1", level=level)
+            continue
+        with pytest.raises(ValueError, match="^linear_cpu: .*(own scheme|do not pack a)") as raised:
+            run(named("linear_cpu"), problem, x, weight, layout="cpu_rows16_v1", level=level)
+        if mine[0] == other[0]:
+            assert "planned for a scheme with" in str(raised.value), f"{planned} took {given}"
+
+
+def same_parts(mine: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether they are alike, but for the dtype of scales that are floats."""
+
+    def plain(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        floats = DTYPES.values()
+        return parts[0], [(shape, "float" if dtype in floats else dtype) for shape, dtype in parts[1]]
+
+    return plain(mine) == plain(other)
+
+
 def test_planned_calls(policy_file: Any) -> None:
     """The life of a layer: plan, pack for its layouts, call with several sizes, leading dimensions and
     epilogues, refuse bad calls."""

@@ -180,6 +180,18 @@ def test_greedy_and_rows_without_an_answer(implementation: Runnable) -> None:
 
 
 @pytest.mark.parametrize("implementation", HERE, ids=str)
+@pytest.mark.parametrize("min_p", [1.0, 1.0001, 2.0, float("inf")])
+def test_a_min_p_that_bars_every_token(implementation: Runnable, min_p: float) -> None:
+    """At 1 the largest are left. Above, which `SamplingParams` refuses, all are equally impossible: the first of equals, as of the reference."""
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
+    logits[:, 0] = -5.0
+    parameters = _parameters(4, 0.7, 20, 0.9, min_p, seed=3)
+    wanted = sample.reference(logits, *parameters).tolist()
+    assert wanted == ([0] * 4 if min_p > 1 else logits.argmax(-1).tolist())
+    assert _run(implementation, logits, parameters).tolist() == wanted
+
+
+@pytest.mark.parametrize("implementation", HERE, ids=str)
 def test_batch_invariance(implementation: Runnable) -> None:
     """A request's token does not depend on its row, its neighbours, or the row stride."""
     op = implementation.op
