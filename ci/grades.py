@@ -86,6 +86,12 @@ CHAINS = {
     "moe_mxfp8_sm120": ("permute_triton", "moe_mxfp8_sm120", "combine_triton"),
     "moe_sm75": ("permute_triton", "grouped_linear_sm75", "combine_triton"),
     "moe_sm80": ("permute_triton", "grouped_linear_sm80", "combine_triton"),
+    "moe_w8a8_triton": (
+        "permute_triton",
+        "grouped_linear_w8a8_triton",
+        "combine_triton",
+        "activation_triton",
+    ),
     "paged_attention_sm80_more_split": ("paged_attention_sm80_more_split", "paged_attention_triton_split"),
     "paged_attention_sm80_split": ("paged_attention_sm80_split", "paged_attention_triton_split"),
 }

@@ -74,7 +74,7 @@ def scheme_of(implementation: Runnable, axes: str, schemes: Sequence[str]) -> st
     return None
 
 
-BLOCKS = ("mxfp8.mxfp8", "nvfp4.nvfp4")
+BLOCKS = ("mxfp8.mxfp8", "nvfp4.nvfp4", "fp8_block.fp8_g128")
 """Schemes of weights and activations in blocks."""
 
 

@@ -74,7 +74,8 @@ def _error(implementation: Runnable, text: str, change: Any = None) -> float:
 
 
 def _scheme(implementation: Runnable) -> str:
-    return "mxfp4" if "_w_" in implementation.kernel.name else "bf16"
+    name = implementation.kernel.name
+    return "fp8_block.fp8_g128" if "_w8a8_" in name else "mxfp4" if "_w_" in name else "bf16"
 
 
 def _shape_fits(implementation: Runnable, shape: str, forms: list[tuple[str, bool]]) -> None:

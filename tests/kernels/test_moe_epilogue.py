@@ -106,26 +106,41 @@ def test_grouped_linear_of_odd_shapes(implementation: Runnable, epilogue: str) -
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
 def test_numbers_beyond_the_limit(implementation: Runnable) -> None:
     """Infinite gates and ups are clamped, very negative gates give 0, and NaN stays NaN."""
-    limit, inf, n = 7.0, float("inf"), 5
+    limit, inf, n, dtype = 7.0, float("inf"), 5, torch.float32
     gate, up = [inf, -1e30, 3e38, 1.0, float("nan")], [-inf, inf, 0.5, float("nan"), 2.0]
     top = limit / (1 + torch.exp(torch.tensor(-ALPHA * limit)).item())
     expected = torch.tensor([top * (1 - limit), 0.0, top * 1.5, float("nan"), float("nan")])
     kernel, op = implementation.kernel, implementation.op
     weight = QuantTensor.from_dense(torch.zeros(2, 2 * n, 16))
     if "dense_v1" not in kernel.layouts:
-        scheme = scheme_of(implementation, f"m=3,e=2,n={2 * n},k=32,x=fp32", ("mxfp4", *BLOCKS))
+        schemes, axes = ("mxfp4", *BLOCKS), f"m=3,e=2,n={2 * n},k=32,x="
+        scheme = scheme_of(implementation, f"{axes}fp32", schemes)
+        if scheme is None:
+            scheme, dtype = scheme_of(implementation, f"{axes}bf16", schemes), torch.bfloat16
         weight = quantize(torch.zeros(2, 2 * n, 32), str(scheme))
-    bias = torch.zeros(2, 2 * n)
-    bias[1] = torch.tensor([*gate, *up])
+    bias = torch.zeros(2, 2 * n, dtype=dtype)
+    bias[1] = torch.tensor([*gate, *up], dtype=dtype)
     offsets = torch.tensor([0, 0, 3], dtype=torch.int32)
-    given = [torch.zeros(3, weight.k), weight, offsets, None, 1, True, 2 * n, bias, True, ALPHA, limit]
+    given = [
+        torch.zeros(3, weight.k, dtype=dtype),
+        weight,
+        offsets,
+        None,
+        1,
+        True,
+        2 * n,
+        bias,
+        True,
+        ALPHA,
+        limit,
+    ]
     problem = op.describe(*given)
-    out = torch.empty(3, n)
+    out, near = torch.empty(3, n, dtype=dtype), 1e-6 if dtype == torch.float32 else 1e-2
     load(kernel)(
         kernel.config(problem, implementation.target),
         make_call(kernel.op, *kernel_arguments(op, kernel, given), out),
     )
-    torch.testing.assert_close(out, expected.expand(3, n), rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(out.float(), expected.expand(3, n), rtol=near, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("implementation", [i for i in MOE if i.kernel.batch_invariant], ids=str)
