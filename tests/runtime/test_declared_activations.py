@@ -134,8 +134,15 @@ def test_experts_of_other_devices_and_shapes_keep_activations_in_their_dtype(
 ) -> None:
     for name in ("cpu:avx2", "sm_80", "sm_86"):
         assert experts_on(name, monkeypatch, "fp8_block", "fp8_g128") == "fp8_block"
-    assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", i=200) == "fp8_block"
-    assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", epilogue="w2_bias") == "fp8_block"
+    assert experts_on("h200", monkeypatch, "int8_ch", "int8_token", i=200) == "int8_ch"
+
+
+def test_experts_in_fp8_of_any_shape_have_a_kernel_where_triton_multiplies_e4m3(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("sm_89", "h200", "sm_100", "sm_120"):
+        for axes in ({"i": 200}, {"epilogue": "w2_bias"}, {"activation": "relu2", "gated": False}):
+            assert experts_on(name, monkeypatch, "fp8_block", "fp8_g128", **axes) == "fp8_block.fp8_g128"
 
 
 @pytest.mark.skipif(
