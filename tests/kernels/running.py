@@ -78,8 +78,9 @@ BLOCKS = ("mxfp8.mxfp8", "nvfp4.nvfp4", "fp8_block.fp8_g128")
 """Schemes of weights and activations in blocks."""
 
 
-def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
-    """Returns the verdict on a wrong kernel: the function `launcher` of the test module `module`."""
+def verify_fault(op: str, module: str, launcher: str, problem: str, layout: str | None = None) -> Outcome:
+    """Returns the verdict on a wrong kernel: the function `launcher` of the test module `module`, which gets weights in `layout`.
+    AssertionError if it ended in an exception, which would prove nothing."""
     definition = REGISTRY.op(op)
     kernel = Kernel(
         op=op,
@@ -88,8 +89,11 @@ def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:
         language="python",
         target=f"{module}:{launcher}",
         requires=Requirement(),
+        layouts=() if layout is None else (layout,),
     )
-    return verify(definition, kernel, {}, definition.problem(problem), "cpu")
+    outcome = verify(definition, kernel, {}, definition.problem(problem), "cpu")
+    assert not re.match(r"\w*(Error|Exception): ", outcome.reason), outcome.reason
+    return outcome
 
 
 def padded_rows(rows: torch.Tensor, extra: int = 5) -> torch.Tensor:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gristmill import ops
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.given_codes import codes_of
 from gristmill.kernels.linear.op import pack
 from gristmill.kernels.load import load
-from gristmill.quant import quantize
+from gristmill.quant import Packed, QuantTensor, quantize, unpack
 from tests.calls import positional
 from tests.kernels.running import REGISTRY, Runnable, runnables, verify_fault
 
@@ -87,27 +88,41 @@ def test_what_is_refused() -> None:
         ops.linear(x, [torch.randn(8, 256)], codes=codes, scales=scales)
 
 
+FAULT, LAYOUT = "m=9,n=40,k=288,w=fp8_block.fp8_g128,codes=true", "plain_v1"
+
+
+def stored_weight(tensors: Any) -> QuantTensor:
+    """The weight of FAULT, of its tensors in LAYOUT."""
+    slots = dict(zip(REGISTRY.layout(LAYOUT).slots, tensors, strict=True))
+    return unpack(Packed(LAYOUT, QuantScheme.parse("fp8_block.fp8_g128"), (40, 288), slots))
+
+
+@positional
+def right(config: Any, x: Any, weight: Any, *rest: Any) -> None:
+    rest[-1].copy_(LINEAR.reference(x, stored_weight(weight), *rest[:-1]))
+
+
 @positional
 def scale_of_the_next_row(config: Any, x: Any, weight: Any, *rest: Any) -> None:
     *more, codes, scales, out = rest
-    out.copy_(LINEAR.reference(x, weight, *more, codes, scales.roll(1, 0)))
+    out.copy_(LINEAR.reference(x, stored_weight(weight), *more, codes, scales.roll(1, 0)))
 
 
 @positional
 def group_of_the_next_columns(config: Any, x: Any, weight: Any, *rest: Any) -> None:
     *more, codes, scales, out = rest
-    out.copy_(LINEAR.reference(x, weight, *more, codes, scales.roll(1, 1)))
+    out.copy_(LINEAR.reference(x, stored_weight(weight), *more, codes, scales.roll(1, 1)))
 
 
 @positional
 def values_of_x(config: Any, x: Any, weight: Any, *rest: Any) -> None:
-    rest[-1].copy_(LINEAR.reference(x, weight, *rest[:-3]))
+    rest[-1].copy_(LINEAR.reference(x, stored_weight(weight), *rest[:-3]))
 
 
 @pytest.mark.parametrize("fault", ["scale_of_the_next_row", "group_of_the_next_columns", "values_of_x"])
 def test_verification_catches(fault: str) -> None:
-    text = "m=9,n=40,k=288,w=fp8_block.fp8_g128,codes=true"
-    assert not verify_fault("linear", __name__, fault, text).ok
+    assert not verify_fault("linear", __name__, fault, FAULT, LAYOUT).ok
+    assert verify_fault("linear", __name__, "right", FAULT, LAYOUT).ok
 
 
 def test_a_norm_that_is_not_the_one_quantized_shows() -> None:
