@@ -25,7 +25,7 @@ STACK_ON_RECORD = {
     "experts_quantize_token_fp16": 8,
     "linear_gemm_ws": 16,
     "paged_attention_codes_d128": 16,
-    "paged_attention_codes_d128_any_cap": 112,
+    "paged_attention_codes_d128_any_cap": 120,
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
     **{f"paged_attention_{x}_d256": 192 for x in ("bf16", "fp16")},
