@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch._dynamo  # noqa: F401  # torch imports it in the first call of an operator, whose frames it keeps until a collection
 
 from gristmill import LLM, SamplingParams
 from gristmill.runtime.engine_memory import freeze_heap
