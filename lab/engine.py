@@ -122,6 +122,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "topk_group": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",  # of DeepSeek-V3's config.json; vLLM knows the bias of the choice of experts by it
         "max_position_embeddings": 8192,
     },
 }
