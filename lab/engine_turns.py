@@ -326,6 +326,7 @@ def main(argv: list[str] | None = None) -> None:
         top = min(LARGEST_ID, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
         paths = dict(text.split("=", 1) for text in options.path)
         logs = options.logs or folder
+        logs.mkdir(parents=True, exist_ok=True)
         engines: list[EngineProcess] = []
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
