@@ -1,15 +1,3 @@
-"""Kernels that examples of the pages verify are verified in forks, which need not import torch."""
+"""Kernels that examples of the pages verify are verified in forks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from tests.forked import forked_workers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forked_workers() -> Iterator[None]:
-    with forked_workers():
-        yield
+from tests.workers_as_forks import workers_are_forks  # noqa: F401

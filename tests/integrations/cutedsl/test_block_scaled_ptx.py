@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.cutedsl import compile_program
 from gristmill.kernels.linear.block_scaled_cutedsl import spec
 from gristmill.kernels.linear.block_scaled_cutedsl._product_sm100 import product
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS
@@ -26,6 +23,7 @@ from gristmill.quant.activations import quantize_activation
 from gristmill.quant.layouts._scales128x4 import tiled
 from tests.integrations.cutedsl.block_scaled_machine import BlockScaledCta, Codes, Scales
 from tests.integrations.cutedsl.ptx_machine import Map, execute
+from tests.integrations.cutedsl.ptx_text import ptx_of
 from tests.integrations.cutedsl.test_linear_sm100_ptx import EVERYTHING, Memory
 
 B200 = Target.parse("sm_100")
@@ -48,10 +46,7 @@ class Case(NamedTuple):
 def ptx(scheme: str, bn: int, epilogue: str, x: str) -> str:
     """The PTX of a configuration."""
     config = spec._config(scheme, bn, epilogue, x, 148, B200)
-    with tempfile.TemporaryDirectory() as folder:
-        compile_program(product(config), "sm_100a", "--keep-ptx", f"--dump-dir={folder}")
-        (file,) = Path(folder).glob("*.ptx")
-        return file.read_text(encoding="utf-8")
+    return ptx_of(product(config), "sm_100a")
 
 
 def operand(

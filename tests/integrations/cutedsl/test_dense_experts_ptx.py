@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +16,14 @@ import torch
 from cutlass import BFloat16, cute
 from torch import Tensor
 
-from gristmill.kernels.cutedsl import _sm90, _sm100, compile_program
+from gristmill.kernels.cutedsl import _sm90, _sm100
 from gristmill.kernels.linear.op import gated
 from gristmill.kernels.moe._clamped import ALPHA, clamped
 from gristmill.kernels.moe.grouped_linear._cutedsl_sm100 import BM, grouped_linear
 from gristmill.kernels.moe.grouped_linear.cutedsl import MACHINES, STEP
 from tests.integrations.cutedsl.experts_machine import DenseExpertsCta, Experts
 from tests.integrations.cutedsl.ptx_machine import Map, execute
+from tests.integrations.cutedsl.ptx_text import ptx_of
 from tests.integrations.cutedsl.test_linear_sm100_ptx import Memory
 
 LIMIT = 1.5
@@ -47,11 +46,7 @@ class Case(NamedTuple):
 def ptx(bn: int, epilogue: str, gather: bool) -> str:
     """The PTX of a configuration."""
     config = {"bm": BM, "bn": bn, "slots": MACHINES[1].tiles[BM, bn], "epilogue": epilogue, "gather": gather}
-    with tempfile.TemporaryDirectory() as folder:
-        source = grouped_linear({**config, "x": "bf16", "arch": "sm_100a"})
-        compile_program(source, "sm_100a", "--keep-ptx", f"--dump-dir={folder}")
-        (file,) = Path(folder).glob("*.ptx")
-        return file.read_text(encoding="utf-8")
+    return ptx_of(grouped_linear({**config, "x": "bf16", "arch": "sm_100a"}), "sm_100a")
 
 
 def run(case: Case, seed: int, text: str = "") -> tuple[Tensor, Tensor]:

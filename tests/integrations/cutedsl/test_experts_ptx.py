@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.cutedsl import compile_program
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS
 from gristmill.kernels.linear.op import gated
 from gristmill.kernels.moe._clamped import ALPHA, clamped
@@ -28,6 +25,7 @@ from gristmill.quant.activations import quantize_activation
 from gristmill.quant.layouts._scales128x4 import tiled
 from tests.integrations.cutedsl.experts_machine import ExpertsCta
 from tests.integrations.cutedsl.ptx_machine import Map, execute
+from tests.integrations.cutedsl.ptx_text import ptx_of
 from tests.integrations.cutedsl.test_block_scaled_ptx import operand
 from tests.integrations.cutedsl.test_linear_sm100_ptx import Memory
 
@@ -56,10 +54,7 @@ def ptx(scheme: str, bn: int, epilogue: str, gather: bool, x: str, arch: str = "
     """The PTX of a configuration."""
     config = {"scheme": scheme, "bn": bn, "slots": FORMS[scheme].slots(bn), "epilogue": epilogue}
     config |= {"gather": gather, "x": x, "ctas": 148, "arch": arch}
-    with tempfile.TemporaryDirectory() as folder:
-        compile_program(experts_product(config), arch, "--keep-ptx", f"--dump-dir={folder}")
-        (file,) = Path(folder).glob("*.ptx")
-        return file.read_text(encoding="utf-8")
+    return ptx_of(experts_product(config), arch)
 
 
 def text_of(case: Case) -> str:

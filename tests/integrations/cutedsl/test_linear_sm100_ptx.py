@@ -7,9 +7,7 @@ numbers are exact but for the order of sums. Tensor maps are made here: the host
 from __future__ import annotations
 
 import struct
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cutedsl import compile_program
 from gristmill.kernels.linear.cutedsl_sm100._dense import dense_product
 from gristmill.kernels.linear.cutedsl_sm100._fp8 import fp8_product
 from gristmill.kernels.linear.cutedsl_sm100.shapes import BLOCKS, ROWS, WHOLE, Tile
 from gristmill.kernels.linear.op import gated
 from tests.integrations.cutedsl.ptx_machine import Map, execute
+from tests.integrations.cutedsl.ptx_text import ptx_of
 
 EVERYTHING = "bias+residual+silu_mul"
 
@@ -57,11 +55,7 @@ class Memory:
 @cache
 def ptx(dense: bool, config: tuple[tuple[str, Any], ...], arch: str = "sm_100a") -> str:
     """The PTX of a configuration."""
-    source = (dense_product if dense else fp8_product)(dict(config))
-    with tempfile.TemporaryDirectory() as folder:
-        compile_program(source, arch, "--keep-ptx", f"--dump-dir={folder}")
-        (file,) = Path(folder).glob("*.ptx")
-        return file.read_text(encoding="utf-8")
+    return ptx_of((dense_product if dense else fp8_product)(dict(config)), arch)
 
 
 class Case(NamedTuple):
