@@ -25,7 +25,6 @@
 #include <cstdint>
 
 #include "_attention_types_sm90.cuh"
-#include "_row_reduction_sm90.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -66,8 +65,10 @@ struct UniformScale {
 template <int N, int D, typename Scale>
 __device__ __forceinline__ void softmax(float (&s)[N], Accumulators<D>& acc, float (&factor)[2],
                                         const Scale& scale_log2) {
-  float row_max[2], base[2], sum[2];
-  reduce_rows(s, row_max, [](float a, float b) { return fmaxf(a, b); });
+  float row_max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < N; ++i) row_max[i >> 1 & 1] = fmaxf(row_max[i >> 1 & 1], s[i]);
+  float base[2], sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
@@ -78,8 +79,10 @@ __device__ __forceinline__ void softmax(float (&s)[N], Accumulators<D>& acc, flo
     acc.m[r] = m;
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
-  reduce_rows(s, sum, [](float a, float b) { return a + b; });
+  for (int i = 0; i < N; ++i) {
+    s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
+    sum[i >> 1 & 1] += s[i];
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) acc.l[r] = fmaf(acc.l[r], factor[r], sum[r]);
 }
@@ -171,9 +174,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       softmax(s, acc, factor, scores.scale_log2);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
     };
-    const bool ends_within = K::ends_within(p, work);
     const auto values_landed = [&](int i) {
-      if (i == 0 && ends_within)
+      if (i == 0 && K::ends_within(p, work))
         clear_values<S>(base + S::kV + (tile % S::kStages) * S::kValueTile, work.end % kKeys,
                         K::unused(p, work), group);
     };

@@ -1,6 +1,5 @@
 // The soft cap of attention scores on Hopper: cap tanh(s / cap), as Gemma 2 has it.
 #pragma once
-#include "_row_reduction_sm90.cuh"
 #include "sm90/ptx.cuh"
 
 namespace gm {
@@ -44,8 +43,9 @@ struct SoftCap<true> {
   // instructions of the special function unit per score where all of a warp are small. By a whole warp.
   template <int N>
   __device__ __forceinline__ void all(float (&scores)[N], const float (&by)[2]) const {
-    float top[2];
-    reduce_rows(scores, top, [](float a, float b) { return fmaxf(fabsf(a), fabsf(b)); });
+    float top[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < N; ++i) top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], fabsf(scores[i]));
     if (__any_sync(0xffffffffu, top[0] * by[0] > kNear || top[1] * by[1] > kNear)) {
 #pragma unroll
       for (int i = 0; i < N; ++i) scores[i] = (*this)(scores[i], by[i >> 1 & 1]);
