@@ -29,7 +29,6 @@ STACK_ON_RECORD = {
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
     **{f"paged_attention_{x}_d256": 192 for x in ("bf16", "fp16")},
-    **{f"paged_attention_{x}_d256_boxes_cap": 216 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d{d}_rows16_cap": 8 for x in ("bf16", "fp16") for d in (80, 96)},
     "sample_again_": 64,

@@ -101,12 +101,7 @@ struct Paged {
         if (p.by_token) scale_scores<D>(s, smem, tile, mine, cap);
       }
       if constexpr (CAP) {
-        if constexpr (COPIES == kBoxCopies) {
-          cap.all(s, cap_by);
-        } else if (!kCodes || !p.by_token) {  // no registers are left for two ways
-#pragma unroll
-          for (int j = 0; j < N; ++j) s[j] = cap(s[j], cap_by[j >> 1 & 1]);
-        }
+        if (!kCodes || !p.by_token) cap.all(s, cap_by);
       }
     }
     // Corrects the sums of weights, which include the scales of values. before: the sums without this tile.
