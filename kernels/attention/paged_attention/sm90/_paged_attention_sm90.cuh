@@ -101,7 +101,10 @@ struct Paged {
         if (p.by_token) scale_scores<D>(s, smem, tile, mine, cap);
       }
       if constexpr (CAP) {
-        if (!kCodes || !p.by_token) cap.all(s, cap_by);
+        if (!kCodes || !p.by_token) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) s[j] = cap(s[j], cap_by[j >> 1 & 1]);
+        }
       }
     }
     // Corrects the sums of weights, which include the scales of values. before: the sums without this tile.
