@@ -108,20 +108,42 @@ class Studied:
         }
 
     def _table(self) -> dict[str, dict[str, Any]]:
-        """The time of every candidate by kernel: the names of a configuration's parts once, then their values. Candidates near the best
-        one, and those picked, have a time per round; others the judged time alone."""
+        """The time of every candidate by kernel and configuration. Candidates near the best one, and those picked, have a time per
+        round; others the judged time alone."""
         table: dict[str, dict[str, Any]] = {}
         picked = set(self.picks.values())
         nearest = 0.0 if self.best is None else SHOWN * self.judged_us(self.best)
         for key in sorted(self.times, key=self.judged_us):
             kernel, config = key
-            names = ",".join(part.partition("=")[0] for part in config.split(","))
-            values = ",".join(part.partition("=")[2] for part in config.split(","))
             us = self.judged_us(key)
-            table.setdefault(kernel, {"of": names, "us": {}})["us"][values] = (
-                self.times[key] if key in picked or us <= nearest else us
-            )
-        return table
+            table.setdefault(kernel, {})[config] = self.times[key] if key in picked or us <= nearest else us
+        return {kernel: folded(times) for kernel, times in table.items()}
+
+
+def folded(times: dict[str, Any]) -> dict[str, Any]:
+    """Times by configuration of one kernel, with what repeats written once: the parts that all of them have as "all", the names of the
+    others as "of", and times by their values as "us"."""
+    split = [config.split(",") for config in times]
+    shared = set(split[0]).intersection(*split)
+    rest = [[part.partition("=") for part in parts if part not in shared] for parts in split]
+    return {
+        "all": ",".join(part for part in split[0] if part in shared),
+        "of": ",".join(name for name, _, _ in rest[0]),
+        "us": {
+            ",".join(part[2] for part in parts): us for parts, us in zip(rest, times.values(), strict=True)
+        },
+    }
+
+
+def unfolded(table: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `folded`. Older files have no "all"."""
+    names = table["of"].split(",")
+    shared = [part for part in table.get("all", "").split(",") if part]
+    times = {}
+    for values, us in table["us"].items():
+        parts = [f"{name}={value}" for name, value in zip(names, values.split(","), strict=True) if name]
+        times[",".join(sorted(shared + parts, key=lambda part: part.partition("=")[0]))] = us
+    return times
 
 
 def study(

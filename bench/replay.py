@@ -11,7 +11,7 @@ from typing import Any
 
 from gristmill.autotune.options import Job
 from gristmill.autotune.place import Place, place
-from gristmill.bench.regret import ROUNDS, Studied, ask
+from gristmill.bench.regret import ROUNDS, Studied, ask, unfolded
 from gristmill.bench.result_file import ResultError
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
@@ -62,11 +62,8 @@ def _studied(row: dict[str, Any], here: Place, store: Store) -> Studied:
         missing=int(row["missing"]),
     )
     for kernel, table in row.get("times", {}).items():
-        names = table["of"].split(",")
-        for values, us in table["us"].items():
-            parts = zip(names, values.split(","), strict=True)
-            key = kernel, ",".join(f"{name}={value}" for name, value in parts if name)
-            one.times[key] = us if isinstance(us, list) else [us] * ROUNDS
+        for config, us in unfolded(table).items():
+            one.times[kernel, config] = us if isinstance(us, list) else [us] * ROUNDS
     one.times = {key: us for key, us in one.times.items() if key[0] in kernels}
     for kernel, config in one.times:
         one.configs[kernel, config] = dict(part.partition("=")[::2] for part in config.split(",") if part)

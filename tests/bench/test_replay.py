@@ -88,14 +88,32 @@ def test_what_was_no_candidate_is_counted_and_what_is_gone_is_left_out(
     assert [one.best for one in now] == [one.best for one in then]
     for row in data["rows"]:
         pick = row["picks"]["store"]
-        values = ",".join(part.partition("=")[2] for part in pick["config"].split(","))
-        del row["times"][pick["kernel"]]["us"][values]
+        times = regret.unfolded(row["times"][pick["kernel"]])
+        del times[pick["config"]]
+        row["times"][pick["kernel"]] = regret.folded(times)
     _, now = replay(data, Store())
     assert (
         unknown(now, "store") == 2
         and unknown(now, "tuned") == 0
         and summary(now)["store, other problems"] is None
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "written_as"),
+    [
+        ({"": 1.0}, {"all": "", "of": "", "us": {"": 1.0}}),
+        ({"a=1,b=x": 1.0}, {"all": "a=1,b=x", "of": "", "us": {"": 1.0}}),
+        (
+            {"a=1,a2=3,b=x,c=2": [2.0, 1.0], "a=2,a2=3,b=x,c=1": 4.0},
+            {"all": "a2=3,b=x", "of": "a,c", "us": {"1,2": [2.0, 1.0], "2,1": 4.0}},
+        ),
+    ],
+)
+def test_what_all_configurations_share_is_written_once(times: dict, written_as: dict) -> None:
+    assert regret.folded(times) == written_as and regret.unfolded(written_as) == times
+    older = {"of": "a,b", "us": {"1,x": 2.0, "2,y": 3.0}}
+    assert regret.unfolded(older) == {"a=1,b=x": 2.0, "a=2,b=y": 3.0}
 
 
 def test_the_command_replays_and_refuses_other_files(
