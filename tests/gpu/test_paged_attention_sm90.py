@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 DEVICE = "cuda:0"
 OP = default_registry().op("paged_attention")
 CONFIGS = (
-    {"ctas": 132, "reading": 10, "part_tiles": 8},
-    {"ctas": 3, "reading": 10, "part_tiles": 8},
-    {"ctas": 1, "reading": 10, "part_tiles": 8},
+    {"ctas": 132, "reading": 10, "prompt_rows": 128, "part_tiles": 8},
+    {"ctas": 3, "reading": 10, "prompt_rows": 128, "part_tiles": 8},
+    {"ctas": 1, "reading": 10, "prompt_rows": 128, "part_tiles": 8},
 )
 MIXES = (  # q_tokens, seqs, max_q, max_ctx, total_ctx
     (5, 5, 1, 300, 800),
@@ -186,6 +186,45 @@ def test_windows(window: int) -> None:
 )
 def test_shapes(given: str) -> None:
     assert relative_error(given) < 1
+
+
+PROMPTS = (  # at least half of the longest one's tokens on average
+    (1, 1, 1, 1, 1),
+    (7, 1, 7, 7, 7),
+    (257, 1, 257, 257, 257),
+    (260, 3, 129, 511, 900),
+    (128, 1, 128, 4000, 4000),
+    (1024, 4, 400, 900, 2000),
+    (700, 1, 700, 1300, 1300),
+)
+
+
+@pytest.mark.parametrize(
+    ("x", "head_dim", "block_size"),
+    [
+        ("bf16", 128, 16),
+        ("fp16", 128, 24),
+        ("bf16", 64, 8),
+        ("fp16", 64, 256),
+        ("fp16", 40, 64),
+        ("bf16", 96, 128),
+    ],
+)
+def test_three_warpgroups(x: str, head_dim: int, block_size: int) -> None:
+    """Batches of prompts in tiles of 192 rows give the bits of tiles of 128."""
+    groups = ((4, 1), (6, 2), (2, 2), (7, 1), (48, 1), (128, 1))
+    for number, (mix, (heads, kv_heads)) in enumerate(product(PROMPTS, groups)):
+        shape = {"head_dim": head_dim, "block_size": block_size, "x": x}
+        more = {"lse": number % 2 == 0, "sinks": number % 3 == 0, "window": (0, 33, 0, 130, 600)[number % 5]}
+        problem_text = text(mix, heads, kv_heads, **shape, **more)
+        whole = {**CONFIGS[number % 3], "part_tiles": 0}
+        assert relative_error(problem_text, {**whole, "prompt_rows": 192}, number) < 1, problem_text
+        arguments = OP.inputs(OP.problem(problem_text), number, DEVICE)
+        used, outputs = int(arguments[4][-1]), []
+        for rows in (128, 192):
+            outputs.append(torch.full_like(arguments[0].contiguous(), float("nan")))
+            launch({**whole, "prompt_rows": rows}, arguments, scratch(arguments[0].shape[2]), outputs[-1])
+        assert torch.equal(outputs[0][:used], outputs[1][:used]), problem_text
 
 
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.3])

@@ -75,9 +75,9 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
                                              uint8_t* smem, uint32_t base) {
   using S = AttentionShape<D>;
   constexpr int kItem = CODES ? 1 : 2;
-  const Bars<D> bars{base + S::kBars};
+  const FlashBars<S> bars{base + S::kBars};
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-  TileScheduler<D> scheduler(p, smem, warp == 0);
+  TileScheduler<S> scheduler(p, smem, warp == 0);
   int tile = 0;
   Work work{};
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
       if (i + 1 < work.count) next_id = page_of(--n);
       if (i < work.count) {
         const int t = tile + i;
-        mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
+        mbar_wait(bars.k_empty(t), FlashBars<S>::parity(t) ^ 1);
         copy_rows<D, CODES>(p.head_dim, k, p.k_block * kItem, p.k_slot * kItem, id, slot, warp * 32,
                             base + S::kK + (t % S::kStages) * S::kTile);
         if constexpr (!CODES) cp_async_mbar_arrive(bars.k_full(t));
@@ -116,11 +116,11 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
       if constexpr (CODES) cp_async_commit();
       if (i == 0) {
         mbar_wait(bars.q_empty(), q_parity);
-        if (warp == 0 && lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
+        if (warp == 0 && lane == 0) load_q<S>(p, q_map, smem, base, bars, work);
         __syncwarp();
       } else {
         const int t = tile + i - 1;
-        mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
+        mbar_wait(bars.v_empty(t), FlashBars<S>::parity(t) ^ 1);
         copy_rows<D, CODES>(p.head_dim, v, p.v_block * kItem, p.v_slot * kItem, old_id, old_slot, warp * 32,
                             base + S::kV + (t % S::kStages) * S::kTile);
         if constexpr (!CODES) cp_async_mbar_arrive(bars.v_full(t));

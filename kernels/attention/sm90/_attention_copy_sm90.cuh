@@ -7,14 +7,13 @@
 #ifdef __CUDACC__
 namespace gm {
 
-template <int D>
-using Bars = FlashBars<AttentionShape<D>>;
-
 // Loads Q of a work tile and publishes the tile to the consumer warpgroups. By one thread.
-template <int D>
+template <class S>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorMap& q_map, uint8_t* smem,
-                                       uint32_t base, const Bars<D>& bars, const Work& work) {
-  put_work(smem + AttentionShape<D>::kWork, work);
+                                       uint32_t base, const FlashBars<S>& bars, const Work& work,
+                                       int round = 0) {
+  constexpr int D = S::kQueryDim;
+  put_work(smem + S::kWork + (round & 1) * S::kNextWork, work);
   if (work.rows == 0) {
     mbar_arrive(bars.q_full());
     return;
@@ -22,18 +21,17 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
   mbar_arrive_expect_tx(bars.q_full(), p.tile_q * p.group * D * 2);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tma_load(base + h * (AttentionShape<D>::kRows * 128), &q_map, h * 64, work.head * p.group, work.token,
-             bars.q_full());
+    tma_load(base + h * (S::kRows * 128), &q_map, h * 64, work.head * p.group, work.token, bars.q_full());
 }
 
 // Loads pages as TMA boxes, one per lane. By S::kCopying warps: half of them load keys, the others values, in
 // columns of 64 elements; the first one also loads Q, and is the scheduler warp.
-template <int D>
+template <class S>
 __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
                                               uint8_t* smem, uint32_t base, int warp) {
-  using S = AttentionShape<D>;
-  const Bars<D> bars{base + S::kBars};
+  constexpr int D = S::kQueryDim;
+  const FlashBars<S> bars{base + S::kBars};
   constexpr int kWarps = S::kCopying / 2;
   const int lane = threadIdx.x & 31, first = warp % kWarps;
   const bool values = warp >= kWarps, copies = lane < 1 << p.log_boxes;
@@ -41,7 +39,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
   const uint32_t slots = base + (values ? S::kV : S::kK) + lane * p.box * 128;
   const uint32_t fulls = values ? bars.v_full(0) : bars.k_full(0),
                  empties = values ? bars.v_empty(0) : bars.k_empty(0);
-  TileScheduler<D> scheduler(p, smem, warp == 0);
+  TileScheduler<S> scheduler(p, smem, warp == 0);
   int tile = 0;
   Work work{};
   for (int round = 0;; ++round) {
@@ -78,7 +76,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         slot = next_slot;
         if (i + 1 < work.count) next_page = page_of(--n);
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
-        mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
+        mbar_wait(empties + at * 8, FlashBars<S>::parity(tile) ^ 1);
         if (first == 0 && lane == 0)
           mbar_arrive_expect_tx(full, S::kTile);  // of all columns; other warps' copies may complete before
         __syncwarp();
@@ -92,7 +90,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
       }
       if (warp == 0 && i == 0) {
         mbar_wait(bars.q_empty(), (round & 1) ^ 1);
-        if (lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
+        if (lane == 0) load_q<S>(p, q_map, smem, base, bars, work, round);
         __syncwarp();
       }
       if (work.count == 0) break;

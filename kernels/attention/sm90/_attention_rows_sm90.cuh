@@ -11,11 +11,10 @@ namespace gm {
 // Merges the second warpgroup's accumulators into the first one's, through the staging buffer. By both
 // warpgroups; the first barrier waits until nobody reads the staging buffer any more. Until the next work tile
 // only the first warpgroup writes to it.
-template <int D>
+template <class S, int D>
 __device__ __forceinline__ void merge_warpgroups(Accumulators<D>& acc, uint8_t* smem, int group, bool some,
                                                  float scale_log2) {
-  using S = AttentionShape<D>;
-  const int tid = threadIdx.x & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
+  const int tid = thread_anew() & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
   float4* sums = reinterpret_cast<float4*>(smem + S::kOut) + tid;
   float2* stats = reinterpret_cast<float2*>(smem + S::kSums);
   bar_sync(kBarBoth, 256);
@@ -51,11 +50,11 @@ __device__ __forceinline__ void merge_warpgroups(Accumulators<D>& acc, uint8_t* 
 
 // For contexts whose parts this CTA processes one after the other: adds the earlier parts, by a warp. True after
 // the last part; otherwise the sum is kept in this CTA's units of the workspace.
-template <int D>
+template <class S, int D>
 __device__ __forceinline__ bool accumulate_part(const AttentionParams& p, const Work& work,
                                                 Accumulators<D>& acc, int warp) {
   const int64_t own = p.unit_count + static_cast<int>(blockIdx.x) * 4 + warp;
-  float4* unit = reinterpret_cast<float4*>(p.units + own * AttentionShape<D>::kUnit) + (threadIdx.x & 31);
+  float4* unit = reinterpret_cast<float4*>(p.units + own * S::kUnit) + (thread_anew() & 31);
   if (work.part() > 0) {
     const float4 stats = __ldcg(unit + D / 8 * 32);
     const float2 by[2] = {part_factors(stats.x, acc.m[0], p.scale_log2),
@@ -80,11 +79,11 @@ __device__ __forceinline__ bool accumulate_part(const AttentionParams& p, const 
 
 // For contexts whose parts several CTAs process: writes this part to the workspace; the CTA that
 // finishes last reduces all parts and writes the rows. By both consumer warpgroups, after join.
-template <typename T, int D>
+template <typename T, class S, int D>
 __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Work& work,
                                              const Accumulators<D>& acc, uint8_t* smem, int group, int warp) {
-  constexpr int kUnit = AttentionShape<D>::kUnit;
-  const int lane = threadIdx.x & 31, step = cdiv(work.rows, 16);
+  constexpr int kUnit = S::kUnit;
+  const int lane = thread_anew() & 31, step = cdiv(work.rows, 16);
   if (group == 0) {
     float* unit = p.units + int64_t(work.unit + work.part() * step + warp) * kUnit;
 #pragma unroll
@@ -99,9 +98,9 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
         __stcg(reinterpret_cast<float2*>(unit + 16 * D) + row, make_float2(acc.m[r], acc.l[r]));
     }
   }
-  int* last = reinterpret_cast<int*>(smem + AttentionShape<D>::kTotals) + kLast;
+  int* last = reinterpret_cast<int*>(smem + S::kTotals) + kLast;
   bar_sync(kBarBoth, 256);
-  if (threadIdx.x == 0) {
+  if (thread_anew() == 0) {
     unsigned* counter = p.counters + kArrivals + work.unit;
     *last = atomic_inc_acq_rel(counter) + 1 == static_cast<unsigned>(work.parts());
     if (*last) *counter = 0;
@@ -109,19 +108,18 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
   bar_sync(kBarBoth, 256);
   if (!*last) return;
   write_parts<T, D, 3>(
-      p, work.token, work.head, work.rows, work.parts(), threadIdx.x, 256, [&](int part, int row) {
+      p, work.token, work.head, work.rows, work.parts(), thread_anew(), 256, [&](int part, int row) {
         const float* unit = p.units + int64_t(work.unit + part * step + row / 16) * kUnit;
         return PartAddress{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
       });
 }
 
 // Writes the rows of a warp, divided by their sums, through shared memory, so that global stores are
-// coalesced.
-template <typename T, int D>
+// coalesced; straight from registers where there is no staging buffer.
+template <typename T, class S, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Accumulators<D>& acc,
                                            uint8_t* smem, uint32_t base, int row0) {
-  using S = AttentionShape<D>;
-  const int lane = threadIdx.x & 31;
+  const int lane = thread_anew() & 31;
   float by[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -132,8 +130,12 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
     by[r] = epilogue.inverse();
     if (p.lse != nullptr && (lane & 3) == 0 && row < work.rows)
       p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] = epilogue.lse();
+    if constexpr (S::kStaging == 0)
+      store_row(static_cast<T*>(p.out) + (work.token + token) * p.out_token + head * p.out_head, acc.o, r,
+                by[r], row < work.rows, p.head_dim);
   }
-  const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
+  if constexpr (S::kStaging == 0) return;
+  const uint32_t staging = base + S::kOut + (thread_anew() >> 5) * (16 * D * 2);
   const uint32_t mine = staging + (lane & 15) * (D * 2);
   __syncwarp();
 #pragma unroll

@@ -11,8 +11,7 @@ constexpr int kSorted = 512;  // largest number of sequences that are sorted, lo
 // Counters, all zero between launches: next work tile of prefill, next work tile of decode, finished CTAs; from
 // kArrivals on, per unit of the workspace, how many parts of a context are complete.
 constexpr int kArrivals = 32;
-constexpr int kMaxParts = 16;      // of the context of a sequence with few rows (split-KV)
-constexpr int kSchedulerWarp = 8;  // the first producer warp fetches the work tiles
+constexpr int kMaxParts = 16;  // of the context of a sequence with few rows (split-KV)
 
 // How keys and values are copied to shared memory, where codes are converted to fp16.
 enum Copies : int { kRowCopies, kBoxCopies, kCodeCopies };
@@ -48,18 +47,23 @@ struct AttentionParams {
 // n / d for 0 <= n < 2^31 by reciprocal(d).
 constexpr uint32_t reciprocal(int d) { return 0xffffffffu / static_cast<uint32_t>(d); }
 
-template <int D>
+// Heads of up to D elements, GROUPS consumer warpgroups. Two have a staging buffer for results; of three, sums that are
+// merged are staged in the place of Q.
+template <int D, int GROUPS = 2>
 struct AttentionShape {
-  static constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
-  static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2, kStaging = kRows * D * 2;
-  static constexpr int kK = kQ, kV = kK + kStages * kTile, kOut = kV + kStages * kTile;
+  static constexpr int kGroups = GROUPS, kRows = GROUPS * 64, kKeys = 128, kStages = 2;
+  static constexpr int kThreads = GROUPS * 128 + 128;
+  static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2, kStaging = GROUPS == 2 ? kRows * D * 2 : 0;
+  static constexpr int kK = kQ, kV = kK + kStages * kTile, kStaged = kV + kStages * kTile;
+  static constexpr int kOut = GROUPS == 2 ? kStaged : 0;
   static constexpr int kSums =
-      kOut + kStaging;  // of the second warpgroup: maximum and sum of weights of 64 rows
+      kStaged + kStaging;  // of the second warpgroup: maximum and sum of weights of 64 rows
   static constexpr int kOrder = kSums + 64 * 8;         // sequences in the order of work
   static constexpr int kCosts = kOrder + kSorted * 16;  // sort keys: number of tiles, long sequences first
   static constexpr int kUnits = kCosts + kSorted * 4;   // first unit of the sequences in the order of work
-  static constexpr int kWork = kUnits + kSorted * 4;    // the consumers' work tile, and two of the producers
-  static constexpr int kTotals = kWork + 3 * 48;
+  // The consumers' work tile, and two of the producers; the second one of three warpgroups.
+  static constexpr int kWork = kUnits + kSorted * 4, kNextWork = GROUPS == 2 ? 0 : 3 * 48;
+  static constexpr int kTotals = kWork + 4 * 48;
   static constexpr int kRowScales = kTotals + 32;  // codes: factor of a row that log2-scales its scores
   static constexpr int kKeyScales = kRowScales + kRows * 4;  // codes with a scale per key: four tiles
   static constexpr int kBars = kKeyScales + 4 * kKeys * 12;
@@ -71,21 +75,23 @@ struct AttentionShape {
   // As _flash_sm90.cuh names them.
   static constexpr int kQueryDim = D, kValueDim = D, kKeyTile = kTile, kValueTile = kTile, kWorkBars = 4;
   static constexpr bool kKeepsQ = false;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = GROUPS == 2 ? 56 : 32,
+                       kConsumerRegisters = GROUPS == 2 ? 224 : 160;
 };
 
 // Heads of 136 to 256 elements, padded to 256 in shared memory.
 template <>
-struct AttentionShape<256> {
-  static constexpr int kRows = 128, kKeys = 64, kStages = 2, kThreads = 384, D = 256;
+struct AttentionShape<256, 2> {
+  static constexpr int kGroups = 2, kRows = 128, kKeys = 64, kStages = 2, kThreads = 384, D = 256;
   static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2;
-  static constexpr int kOut = 0;  // staging of results and of merged accumulators aliases Q
+  static constexpr int kOut = 0,
+                       kStaging = kQ;  // results and merged accumulators are staged in the place of Q
   static constexpr int kK = kQ, kV = kK + kStages * kTile;
   static constexpr int kSums = kV + kStages * kTile;
   static constexpr int kOrder = kSums + 64 * 8;
   static constexpr int kCosts = kOrder + kSorted * 16;
   static constexpr int kUnits = kCosts + kSorted * 4;
-  static constexpr int kWork = kUnits + kSorted * 4;
+  static constexpr int kWork = kUnits + kSorted * 4, kNextWork = 0;
   static constexpr int kTotals = kWork + 3 * 48;
   static constexpr int kBars = kTotals + 32;
   static constexpr int kUnit = (D / 8 + 1) * 128;
@@ -138,17 +144,17 @@ __device__ __forceinline__ Parts parts_of(const AttentionParams& p, int first, i
 }
 
 // Tiles of keys that are visible to queries position .. position + queries: first and end.
-template <int D>
+template <class S>
 __device__ __forceinline__ int2 visible_tiles(const AttentionParams& p, int position, int queries) {
-  constexpr int kKeys = AttentionShape<D>::kKeys;
+  constexpr int kKeys = S::kKeys;
   const int first = p.window > 0 ? max(0, position - p.window + 1) / kKeys : 0;
   return make_int2(first, max(first, cdiv(max(0, position + queries), kKeys)));
 }
 
 // Restricts a work tile to one of its parts.
-template <int D>
+template <class S>
 __device__ __forceinline__ void select_part(const AttentionParams& p, Work& work, int part) {
-  const int2 tiles = visible_tiles<D>(p, work.position, work.end - work.position);
+  const int2 tiles = visible_tiles<S>(p, work.position, work.end - work.position);
   const Parts parts = parts_of(p, tiles.x, tiles.y);
   work.part_of_parts = part | work.parts() << 8;
   work.first = max(tiles.x, (parts.before + part) * parts.tiles);
@@ -169,9 +175,8 @@ enum : int { kLong, kLongTiles, kLongWork, kShortTiles, kShortWork, kLast };
 
 // Sorts the sequences: those with more than 64 rows ("long") first, within each kind the longest context first.
 // Counts the long ones, and for both kinds the work tiles per KV head and, approximately, their tiles of keys.
-template <int D>
+template <class S>
 __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
-  using S = AttentionShape<D>;
   int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
   unsigned* costs = reinterpret_cast<unsigned*>(smem + S::kCosts);
   int* totals = reinterpret_cast<int*>(smem + S::kTotals);
@@ -215,7 +220,7 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   __syncthreads();
   // Allocates units of the workspace to the parts of short sequences, longest first, until none is left. By the
   // scheduler warp.
-  if (tid / 32 != kSchedulerWarp) return;
+  if (tid / 32 != S::kGroups * 4) return;  // the first producer warp
   const int lane = tid % 32;
   int* units = reinterpret_cast<int*>(smem + S::kUnits);
   int used = 0;
@@ -223,7 +228,7 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
     int wanted = 0;
     if (base + lane < p.seqs) {
       const int4 o = order[base + lane];
-      const int2 tiles = visible_tiles<D>(p, o.z - o.y, o.y);
+      const int2 tiles = visible_tiles<S>(p, o.z - o.y, o.y);
       const int parts = parts_of(p, tiles.x, tiles.y).count;
       if (o.y > 0 && parts > 1) wanted = parts * p.kv_heads * cdiv(o.y * p.group, 16);
     }
@@ -246,10 +251,9 @@ struct Queue {
 };
 
 // Work tile `item` of a queue; false past its end. By a whole warp.
-template <int D>
+template <class S>
 __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* smem, Queue& queue, int item,
                                        bool is_short, Work& work) {
-  using S = AttentionShape<D>;
   const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
   const int lane = threadIdx.x & 31;
   while (queue.rank < queue.end) {
@@ -265,7 +269,7 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
         if (is_short) unit = reinterpret_cast<const int*>(smem + S::kUnits)[at];
       }
       if (seq.queries * p.group <= 64) {
-        const int2 tiles = visible_tiles<D>(p, seq.context - seq.queries, seq.queries);
+        const int2 tiles = visible_tiles<S>(p, seq.context - seq.queries, seq.queries);
         parts = parts_of(p, tiles.x, tiles.y).count;
       }
     }
@@ -298,9 +302,9 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     work.part_of_parts = parts << 8, work.unit = -1;
     if (parts > 1) {  // then there is one tile of queries
       if (unit >= 0) work.unit = unit + work.head * parts * cdiv(work.rows, 16);
-      select_part<D>(p, work, unit >= 0 ? before : 0);
+      select_part<S>(p, work, unit >= 0 ? before : 0);
     } else {
-      const int2 seen = visible_tiles<D>(p, work.position, queries);
+      const int2 seen = visible_tiles<S>(p, work.position, queries);
       work.first = seen.x, work.count = seen.y - seen.x;
     }
     work.end = max(0, work.end);
@@ -312,14 +316,14 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
 // Dynamic persistent scheduler: fetches work tiles from one queue until it is empty, then from the other. The
 // next one is fetched when the last keys of a tile are copied: the consumers have two tiles of keys left, and no CTA
 // holds a work tile for long that an idle one could begin.
-template <int D>
+template <class S>
 struct TileScheduler {
   Queue long_queue, short_queue;
   unsigned long_tiles, short_tiles;  // 0 once all are fetched
   int kind, item;                    // kind: 1 for short; in the first lane
   __device__ __forceinline__ TileScheduler(const AttentionParams& p, const uint8_t* smem,
                                            bool fetches = true) {
-    const int* totals = reinterpret_cast<const int*>(smem + AttentionShape<D>::kTotals);
+    const int* totals = reinterpret_cast<const int*>(smem + S::kTotals);
     const bool sorted = p.seqs <= kSorted;
     const int count = sorted ? totals[kLong] : p.seqs;
     long_queue = {0, count, 0}, short_queue = {count, p.seqs, 0};
@@ -350,13 +354,13 @@ struct TileScheduler {
   // work: the tile before, replaced by the next one.
   __device__ __forceinline__ void next(const AttentionParams& p, const uint8_t* smem, Work& work) {
     if (has_more_parts(work)) {
-      select_part<D>(p, work, work.part() + 1);
+      select_part<S>(p, work, work.part() + 1);
       return;
     }
     while (true) {
       const bool is_short = __shfl_sync(0xffffffffu, kind, 0) != 0;
       Queue queue = is_short ? short_queue : long_queue;
-      const bool found = locate<D>(p, smem, queue, __shfl_sync(0xffffffffu, item, 0), is_short, work);
+      const bool found = locate<S>(p, smem, queue, __shfl_sync(0xffffffffu, item, 0), is_short, work);
       if (is_short) {
         short_queue = queue;
         if (!found) short_tiles = 0;

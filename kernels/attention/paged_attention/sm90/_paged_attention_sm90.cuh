@@ -21,12 +21,12 @@
 namespace gm {
 
 // Traits of flash_attention. T: of the products. CAP: scores have a soft cap.
-template <typename T, int D, Copies COPIES, bool CAP>
+template <typename T, int D, Copies COPIES, bool CAP, int GROUPS>
 struct Paged {
   using Type = T;
   using Params = AttentionParams;
   using Cap = SoftCap<CAP>;
-  using Shape = AttentionShape<D>;
+  using Shape = AttentionShape<D, GROUPS>;
   using Work = gm::Work;
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
@@ -36,29 +36,33 @@ struct Paged {
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;
 
   static __device__ __forceinline__ void prepare(const Params& p, uint8_t* smem) {
-    sort_sequences<D>(p, smem);
+    sort_sequences<Shape>(p, smem);
   }
 
   static __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& q_map,
                                                  const CUtensorMap& k_map, const CUtensorMap& v_map,
                                                  uint8_t* smem, uint32_t base, int warp) {
     if constexpr (COPIES == kBoxCopies) {
-      if (warp < Shape::kCopying) produce_boxes<D>(p, q_map, k_map, v_map, smem, base, warp);
+      if (warp < Shape::kCopying) produce_boxes<Shape>(p, q_map, k_map, v_map, smem, base, warp);
     } else {
       produce_rows<D, kCodes>(p, q_map, smem, base);
     }
-    if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
+    if (threadIdx.x == GROUPS * 128 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has fetched its last work tile
   }
 
-  static __device__ __forceinline__ Work get_work(const uint8_t* smem) {
-    return gm::get_work(smem + Shape::kWork);
+  // parity: of the work tile, where the consumers have two places.
+  static __device__ __forceinline__ Work get_work(const uint8_t* smem, uint32_t parity = 0) {
+    return gm::get_work(smem + Shape::kWork + parity * Shape::kNextWork);
   }
   static __device__ __forceinline__ bool shares(const Params& p, const Work& work) {
     return work.rows <= p.shared_rows;
   }
   static __device__ __forceinline__ int seen(const Params& p, const Work& work, int row) {
     return work.position + static_cast<int>(row * p.by_group >> 16) + 1;
+  }
+  static __device__ __forceinline__ int last_seen(const Params& p, const Work& work, int row) {
+    return seen(p, work, row) - 1;
   }
   static __device__ __forceinline__ int seen_whole(const Params& p, const Work& work, int) {
     return (max(0, work.position) + 1) / Shape::kKeys;
@@ -136,24 +140,29 @@ struct Paged {
                                                 bool shared) {
     const int row0 = (shared ? 0 : group * 64) + warp * 16;
     const bool some = row0 < work.rows;
+    if constexpr (GROUPS == 3) {
+      if (some) write_rows<Out, Shape>(p, work, acc, smem, base, row0);
+      return;
+    }
     if (shared)
-      merge_warpgroups<D>(acc, smem, group, some, p.scale_log2);  // begins with a barrier of both warpgroups
+      merge_warpgroups<Shape>(acc, smem, group, some,
+                              p.scale_log2);  // begins with a barrier of both warpgroups
     else if constexpr (Shape::kKeepsQ)
       bar_sync(kBarBoth, 256);  // both are done with Q
     if (work.parts() > 1 && work.unit >= 0) {
-      reduce_parts<Out, D>(p, work, acc, smem, group, warp);
+      reduce_parts<Out, Shape>(p, work, acc, smem, group, warp);
     } else if (some && !(shared && group == 1)) {
-      if (work.parts() == 1 || accumulate_part<D>(p, work, acc, warp))
-        write_rows<Out, D>(p, work, acc, smem, base, row0);
+      if (work.parts() == 1 || accumulate_part<Shape>(p, work, acc, warp))
+        write_rows<Out, Shape>(p, work, acc, smem, base, row0);
     }
   }
 };
 
-template <typename T, int D, Copies COPIES, bool CAP>
+template <typename T, int D, Copies COPIES, bool CAP, int GROUPS>
 __device__ __forceinline__ void paged_attention(const AttentionParams& p, const CUtensorMap& q_map,
                                                 const CUtensorMap& k_map, const CUtensorMap& v_map,
                                                 const SoftCap<CAP>& cap) {
-  flash_attention<Paged<T, D, COPIES, CAP>>(p, q_map, k_map, v_map, cap);
+  flash_attention<Paged<T, D, COPIES, CAP, GROUPS>>(p, q_map, k_map, v_map, cap);
 }
 
 }  // namespace gm

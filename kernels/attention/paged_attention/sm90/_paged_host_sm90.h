@@ -93,7 +93,8 @@ void set_scales(const GmPagedAttentionCall& call, const PagedSizes& s, Params* p
 template <typename Options>
 bool takes_options(const PagedSizes& s, const Options& o) {
   return s.group <= 128 && o.ctas >= 1 && o.ctas <= INT_MAX && o.reading >= 1 && o.reading <= INT_MAX &&
-         o.units >= 0 && o.units <= INT_MAX && o.part_tiles >= 0 && o.part_tiles <= INT_MAX / 2;
+         o.units >= 0 && o.units <= INT_MAX && (o.prompt_rows == 128 || o.prompt_rows == 192) &&
+         o.part_tiles >= 0 && o.part_tiles <= INT_MAX / 2;
 }
 
 }  // namespace gm

@@ -36,6 +36,8 @@ COUNTER_BYTES = DECODE_COUNTERS_AT + 4 * 512
 MULTIPROCESSORS = 132
 READING = 10
 """Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
+PROMPT_ROWS = 128
+"""Rows of a tile of batches that are mostly prompts: 192, of three warpgroups, or 128, of two as everything else."""
 PART_TILES = 16
 """Tiles of 128 keys of a part of a decode's context, about; 0: contexts are whole, and one warpgroup adds all keys of a row."""
 
@@ -136,7 +138,12 @@ def accepts_group(problem: Problem) -> str | None:
 
 def config(problem: Problem, target: Target) -> Config:
     """As many CTAs as the device runs at a time. Contexts are whole, so that the order of a row's sums depends on its context alone."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "part_tiles": 0, "reading": READING}
+    return {
+        "ctas": target.multiprocessors or MULTIPROCESSORS,
+        "part_tiles": 0,
+        "reading": READING,
+        "prompt_rows": PROMPT_ROWS,
+    }
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:

@@ -33,7 +33,7 @@ struct VarlenParams {
 // DK, DV: elements of a key and of a value, padded to whole multiples of 64 in shared memory.
 template <int DK, int DV>
 struct VarlenShape {
-  static constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
+  static constexpr int kGroups = 2, kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
   static constexpr int kQueryDim = DK, kValueDim = DV, kWorkBars = 0;
   static constexpr bool kKeepsQ = false;
   static constexpr int kQ = kRows * DK * 2, kKeyTile = kKeys * DK * 2, kValueTile = kKeys * DV * 2;
