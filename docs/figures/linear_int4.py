@@ -27,10 +27,11 @@ def speeds(data: dict[str, Any]) -> list[tuple[int, float, float | None]]:
     for row in data["rows"]:
         if any(row[name] != value for name, value in SHAPE.items()):
             continue
-        us = {name: median for name, median, *_ in row["candidates"]}
-        peers = [median for name, median in us.items() if name.startswith("humming")]
-        cublas = us["cublas"]
-        found.append((row["m"], cublas / us[row["best"]], cublas / min(peers) if peers else None))
+        for m, of_m in row["m"].items():
+            us = {data["names"][place]: median for place, median, *_ in of_m["candidates"]}
+            peers = [median for name, median in us.items() if name.startswith("humming")]
+            cublas = us["cublas"]
+            found.append((int(m), cublas / us[of_m["best"]], cublas / min(peers) if peers else None))
     return sorted(found)
 
 

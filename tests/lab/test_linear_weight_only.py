@@ -121,11 +121,12 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     assert program.main() == 0
     written = json.loads(out.read_text())
     assert written["refused"]["linear_torch"].startswith("multiplies dense weights")
-    assert [row["m"] for row in written["rows"]] == [1, 20]
-    for row in written["rows"]:
-        assert row["floor_us"] > 0 and row["floor_how"] in ("sum", "dot")
+    (weight,) = written["rows"]
+    assert weight["floor_us"] > 0 and weight["floor_how"] in ("sum", "dot")
+    assert [*weight["m"]] == ["1", "20"]
+    for row in weight["m"].values():
         assert row["best"].startswith("linear_") and row["peer"] == program.CUBLAS
-        candidates = {candidate[0]: candidate[1:] for candidate in row["candidates"]}
+        candidates = {written["names"][place]: rest for place, *rest in row["candidates"]}
         assert {row["best"], row["isolated_best"], program.CUBLAS} <= candidates.keys()
         us, low, high, error, _, isolated_us, *_ = candidates[row["best"]]
         assert 0 < low <= us <= high and isolated_us > 0 and candidates[program.CUBLAS][3] < error * 10
@@ -199,10 +200,11 @@ def test_beside_marlin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: f
     monkeypatch.setattr(sys, "argv", ["linear_weight_only", *text.split()])
     assert program.main() == 0
     written = json.loads(out.read_text())
-    names = [[candidate[0] for candidate in row["candidates"]] for row in written["rows"]]
+    rows = [weight["m"]["17"] for weight in written["rows"]]
+    names = [[written["names"][candidate[0]] for candidate in row["candidates"]] for row in rows]
     assert names == [[MARLIN, "linear_cpu"] if wrong == 1.0 else ["linear_cpu"], ["linear_cpu"]]
     if wrong == 1.0:
-        assert written["rows"][0]["peer"] == MARLIN
+        assert rows[0]["peer"] == MARLIN
     assert "symmetric" in written["refused"][MARLIN] or "wrong" in written["refused"][MARLIN]
 
 
