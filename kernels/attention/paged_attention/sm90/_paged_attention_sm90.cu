@@ -86,7 +86,7 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
    gm::AttentionShape<d, 3>::kThreads,         \
    gm::AttentionShape<d, 3>::kBytes,           \
    {GM_CUBIN, "paged_prompts_" #type "_d" #d}, \
-   {}},
+   {GM_CUBIN, "paged_prompts_" #type "_d" #d}},
 Instance g_prompts[] = {GM_EACH_PROMPTS(GM_PROMPTS)};
 
 // The kernel for a call, null if there is none. prompts: whether most of its sequences are.

@@ -36,7 +36,7 @@ COUNTER_BYTES = DECODE_COUNTERS_AT + 4 * 512
 MULTIPROCESSORS = 132
 READING = 10
 """Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
-PROMPT_ROWS = 128
+PROMPT_ROWS = 192
 """Rows of a tile of batches that are mostly prompts: 192, of three warpgroups, or 128, of two as everything else."""
 PART_TILES = 16
 """Tiles of 128 keys of a part of a decode's context, about; 0: contexts are whole, and one warpgroup adds all keys of a row."""
