@@ -4,9 +4,9 @@
 
 namespace gm {
 
-// kBarOrder: order of the warpgroups' matrix products; kBarGroup: of a warpgroup; each is the first of two, by
+// kBarOrder: order of the warpgroups' matrix products; kBarGroup: of a warpgroup; each is the first of three, by
 // consumer warpgroup. kBarBoth: of both; kBarCopying: of the producer warpgroup.
-enum : int { kBarOrder = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6, kBarThird = 7 };
+enum : int { kBarOrder = 1, kBarGroup = 4, kBarBoth = 7, kBarCopying = 8 };
 
 }  // namespace gm
 

@@ -128,12 +128,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count,
     st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16, make_uint4(0, 0, 0, 0));
   }
   fence_proxy_async();
-  if (group == 0)
-    bar_sync(kBarGroup, 128);
-  else if (group == 1)
-    bar_sync(kBarGroup + 1, 128);
-  else
-    bar_sync(kBarThird, 128);
+  bar_sync(kBarGroup + group, 128);
 }
 
 // Consumer warpgroup 0 or 1: its rows, or its tiles of keys, of every work tile.
@@ -145,14 +140,20 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   constexpr int kKeys = S::kKeys, D = S::kValueDim;
   const FlashBars<S> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  if (group == 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
+  constexpr int kGroups = S::kGroups;
+  // Named barriers of the warpgroup's own turn and of the next one's.
+  const auto turn = [&] { return kBarOrder + group; };
+  const auto next_turn = [&] {
+    return kBarOrder + (kGroups == 2 ? group ^ 1 : group + 1 < kGroups ? group + 1 : 0);
+  };
+  if (group == kGroups - 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
   int tile = 0;
 #pragma unroll 1
   for (uint32_t q_parity = 0;; q_parity ^= 1) {
     mbar_wait(bars.q_full(), q_parity);
-    typename K::Work work = K::get_work(smem);
+    typename K::Work work = K::get_work(smem, q_parity);
     if (work.rows == 0) break;
-    const bool shared = K::shares(p, work);
+    const bool shared = kGroups == 2 && K::shares(p, work);
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
     const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
@@ -200,9 +201,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const auto release = [&](uint32_t bar) {
       if (lane < kArrivingLanes) mbar_arrive(bar);
     };
-    const auto issue_qk = [&](int i) {
-      const uint64_t k =
-          swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kKeyTile));
+    const auto issue_qk = [&](uint32_t keys) {
+      const uint64_t k = swizzle128_descriptor(keys);
 #pragma unroll
       for (int j = 0; j < S::kQueryDim / 16; ++j)
         Wgmma<T, kKeys>::ss(s, advanced<S::kQueryDim>(q, (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2),
@@ -210,9 +210,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wgmma_commit();
     };
     // At most 128 elements of the values per instruction.
-    const auto issue_pv = [&](int i, int add) {
-      const uint64_t v = swizzle128_descriptor(
-          warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile), 1024, kKeys * 128);
+    const auto issue_pv = [&](uint32_t values, int add) {
+      const uint64_t v = swizzle128_descriptor(values, 1024, kKeys * 128);
       constexpr int kWide = D < 128 ? D : 128;
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j)
@@ -223,6 +222,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
               advanced<S::kQueryDim>(v, h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4)),
               j > 0 ? 1 : add);
       wgmma_commit();
+    };
+    const auto keys_of = [&](int i) {
+      return warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kKeyTile);
+    };
+    const auto values_of = [&](int i) {
+      return warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile);
     };
     const auto convert_weights = [&] {
 #pragma unroll
@@ -238,10 +243,10 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       values_landed(i);
     };
     const auto order_wait = [&] {
-      if (!shared) bar_sync(kBarOrder + group, 256);
+      if (!shared) bar_sync(turn(), 256);
     };
     const auto order_arrive = [&] {
-      if (!shared) bar_arrive(kBarOrder + (group ^ 1), 256);
+      if (!shared) bar_arrive(next_turn(), 256);
     };
     // Releases a tile of the other warpgroup, once it has landed.
     const auto skip_keys = [&](int i) {
@@ -253,13 +258,47 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       release(bars.v_empty(tile + i));
     };
 
+    // A tile of scores without masks in slot SLOT, and the values of the tile before in the other one. parity: of the
+    // slots of the keys.
+    const auto plain_step = [&](auto slot, int i, uint32_t parity) {
+      constexpr int kSlot = decltype(slot)::value, kOther = kSlot ^ 1;
+      mbar_wait(bars.k_full(kSlot), parity);
+      if constexpr (K::kFence) fence_proxy_async();
+      bar_sync(turn(), 256);
+      wgmma_fence();
+      issue_qk(base + S::kK + kSlot * S::kKeyTile);
+      mbar_wait(bars.v_full(kOther), kSlot == 0 ? parity ^ 1 : parity);
+      if constexpr (K::kFence) fence_proxy_async();
+      wgmma_fence_operand(acc.o);
+      wgmma_fence();
+      issue_pv(base + S::kV + kOther * S::kValueTile, 1);
+      bar_arrive(next_turn(), 256);
+      wgmma_wait<1>();
+      wgmma_fence_operand(s);
+      release(bars.k_empty(kSlot));
+      scores.adjust(p, cap, smem, mine, s, tile + i);
+      const float2 before = make_float2(acc.l[0], acc.l[1]);
+      softmax(s, acc, factor, scores.scale_log2);
+      scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
+      wgmma_fence_operand(s);
+      if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());  // as below
+      wgmma_wait<0>();
+      wgmma_fence_operand(acc.o);
+      release(bars.v_empty(kOther));
+      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+        for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
+      }
+      convert_weights();
+    };
+
     int i = shared ? group : 0;  // the tile whose scores come next
     if (shared && group == 1 && work.count > 0) skip_keys(0);
     if (i < work.count) {
       wait_keys(i);
       order_wait();
       wgmma_fence();
-      issue_qk(i);
+      issue_qk(keys_of(i));
       order_arrive();
       wgmma_wait<0>();
       wgmma_fence_operand(s);
@@ -270,15 +309,31 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       if (shared && group == 1) skip_values(0);
 #pragma unroll 1
       for (i += step; i < work.count; i += step) {
+        // Tiles in pairs, each in its slot, as long as no key is masked and the values of tile 0 are behind.
+        if constexpr (K::kPairs) {
+          if (!shared && i > 1 && (tile + i) % 2 == 0 && top - i < seen_to) {
+            const int unmasked =
+                K::kWindow ? top - seen_from + 1 : work.count;  // the end of the tiles without a mask
+            uint32_t parity = bars.parity(tile + i);
+#pragma unroll 1
+            for (; i + 1 < min(unmasked, work.count); i += 2, parity ^= 1) {
+              plain_step(std::integral_constant<int, 0>(), i, parity);
+              if (top < -1)
+                break;  // never: but ptxas would convert the weights after the wait for the next turn
+              plain_step(std::integral_constant<int, 1>(), i + 1, parity);
+            }
+            if (i >= work.count) break;
+          }
+        }
         if (shared) skip_keys(i - 1);
         wait_keys(i);
         order_wait();
         wgmma_fence();
-        issue_qk(i);
+        issue_qk(keys_of(i));
         wait_values(i - step);
         wgmma_fence_operand(acc.o);
         wgmma_fence();
-        issue_pv(i - step, add);
+        issue_pv(values_of(i - step), add);
         order_arrive();
         wgmma_wait<1>();
         wgmma_fence_operand(s);
@@ -304,7 +359,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wait_values(i - step);
       order_wait();
       wgmma_fence();
-      issue_pv(i - step, add);
+      issue_pv(values_of(i - step), add);
       order_arrive();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -323,7 +378,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     }
     tile += work.count;
     scores.finish(p, work, acc);
-    if constexpr (S::kKeepsQ) work = K::get_work(smem);  // reloaded, since the loop has no registers for it
+    if constexpr (S::kKeepsQ || kGroups == 3)
+      work = K::get_work(smem, q_parity);  // reloaded, since the loop has no registers for it
     K::finish(p, work, acc, smem, base, group, warp, shared);
     if constexpr (S::kKeepsQ) {
       fence_proxy_async();  // Q of the next work tile overwrites the staged results
@@ -482,7 +538,7 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
     K::produce(p, q_map, k_map, v_map, smem, base, warp - kWarps);
   } else {
     setmaxnreg_inc<K::kConsumerRegisters>();
-    if constexpr (S::kGroups == 2)
+    if constexpr (!K::kInTurn)
       consume<K>(p, cap, smem, base, warp >> 2);
     else
       consume_in_turn<K>(p, cap, smem, base, warp >> 2);

@@ -30,7 +30,8 @@ struct Paged {
   using Work = gm::Work;
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
-  static constexpr bool kTwoSided = false;
+  static constexpr bool kTwoSided = false, kPairs = !kCodes;
+  static constexpr bool kInTurn = GROUPS == 3 && D > 64;  // there are no registers for weights beside scores
   static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;

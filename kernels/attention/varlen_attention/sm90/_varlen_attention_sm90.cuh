@@ -264,7 +264,7 @@ struct Varlen {
   using Params = VarlenParams;
   using Cap = SoftCap<false>;
   using Shape = VarlenShape<DK, DV>;
-  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW;
+  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW, kPairs = true, kInTurn = false;
   static constexpr int kFills = 1, kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Work : VarlenTile {
@@ -281,7 +281,7 @@ struct Varlen {
     if (warp == 0) copy_varlen<Shape, DK, DV, WINDOW>(p, q_map, k_map, v_map, smem, base);
   }
 
-  static __device__ __forceinline__ Work get_work(const uint8_t* smem) {
+  static __device__ __forceinline__ Work get_work(const uint8_t* smem, uint32_t) {
     const int4 a = reinterpret_cast<const int4*>(smem + Shape::kWork)[0];
     const int2 b = reinterpret_cast<const int2*>(smem + Shape::kWork)[2];
     VarlenTile tile{a.x, a.y, a.z, a.w, b.x, b.y, 0};
