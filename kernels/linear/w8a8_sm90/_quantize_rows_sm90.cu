@@ -19,6 +19,37 @@ namespace {
 
 using namespace gm::quantize;
 
+// Eight codes of word / scale, as codes_of has them, by a multiplication with the scale's reciprocal and a correction:
+// with 11 bits of x or fewer, that is the division rounded once, whatever the 24 bits of the scale (all pairs of
+// significands were tried). Negative zeros stay negative; with an infinite scale, whose reciprocal is 0, nothing is
+// corrected.
+template <bool HALF, bool INT8>
+__device__ __forceinline__ uint2 quick_codes_of(const uint4& word, float scale, int& sum) {
+  const float inverse = __frcp_rn(scale), finite = inverse > 0.f ? scale : 0.f;
+  float v[kVector];
+  widen<HALF>(word, v);
+  uint32_t packed[2] = {};
+#pragma unroll
+  for (int i = 0; i < kVector; i += 2) {
+    float q[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float near = __fmul_rn(v[i + j], inverse);
+      q[j] = __fmaf_rn(__fmaf_rn(near, finite, -v[i + j]), -inverse, near);
+    }
+    uint32_t pair;
+    if constexpr (INT8) {
+      const int a = min(max(__float2int_rn(q[0]), -128), 127), b = min(max(__float2int_rn(q[1]), -128), 127);
+      sum += a + b;
+      pair = (a & 0xff) | (b & 0xff) << 8;
+    } else {
+      pair = gm::packed_e4m3(q[0], q[1]);
+    }
+    packed[i / 4] |= pair << (i % 4 * 8);
+  }
+  return make_uint2(packed[0], packed[1]);
+}
+
 // One CTA per row.
 template <bool HALF, bool INT8>
 __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
@@ -33,7 +64,14 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   load_row(kept, vectors, load);
   const float scale = row_scale<HALF, INT8>(kept, vectors, load);
   int sum = 0;
-  write_codes<HALF, INT8>(to, kept, vectors, load, scale, sum);
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int at = threadIdx.x + i * kThreads;
+    if (at < vectors) to[at] = quick_codes_of<HALF, INT8>(kept[i], scale, sum);
+  }
+#pragma unroll 1
+  for (int at = threadIdx.x + kKept * kThreads; at < vectors; at += kThreads)
+    to[at] = quick_codes_of<HALF, INT8>(load(at), scale, sum);
   if (threadIdx.x == 0) p.scales[row] = scale;
   if constexpr (INT8) {
     sum = __reduce_add_sync(0xffffffffu, sum);
@@ -46,19 +84,36 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   }
 }
 
-// Sixteen lanes per group of 128 columns.
-template <bool HALF>
+// Sixteen lanes per group of 128 columns, `EACH` groups one after the other, whose loads are in flight together.
+template <bool HALF, int EACH>
 __device__ __forceinline__ void quantize_groups(const QuantizeParams& p) {
-  const Group at(p.m, p.k);
+  constexpr unsigned kAtOnce = kThreads / 16;
+  const unsigned groups = (p.k + 127) / 128, lane = threadIdx.x & 15;
+  const unsigned first = blockIdx.x * kAtOnce * EACH + threadIdx.x / 16;
   gm::griddepcontrol_launch_dependents();
+  int row[EACH], group[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const unsigned index = first + i * kAtOnce;
+    row[i] = index / groups, group[i] = index - row[i] * groups;
+  }
+  const auto column = [&](int i) { return group[i] * 128 + static_cast<int>(lane) * kVector; };
   gm::griddepcontrol_wait();
-  const uint4 word =
-      at.here ? *reinterpret_cast<const uint4*>(p.x + at.row * p.ldx + at.column) : make_uint4(0, 0, 0, 0);
-  const float scale = group_scale<HALF>(word);
-  int sum = 0;
-  if (at.here)
-    *reinterpret_cast<uint2*>(p.codes + at.row * p.k + at.column) = codes_of<HALF, false>(word, scale, sum);
-  if (at.row < p.m && at.lane == 0) p.scales[static_cast<int64_t>(at.group) * p.pitch + at.row] = scale;
+  uint4 words[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    words[i] = row[i] < p.m && column(i) < p.k
+                   ? *reinterpret_cast<const uint4*>(p.x + row[i] * p.ldx + column(i))
+                   : make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const float scale = group_scale<HALF>(words[i]);
+    int sum = 0;
+    if (row[i] < p.m && column(i) < p.k)
+      *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(row[i]) * p.k + column(i)) =
+          quick_codes_of<HALF, false>(words[i], scale, sum);
+    if (row[i] < p.m && lane == 0) p.scales[static_cast<int64_t>(group[i]) * p.pitch + row[i]] = scale;
+  }
 }
 
 }  // namespace
@@ -74,7 +129,11 @@ __device__ __forceinline__ void quantize_groups(const QuantizeParams& p) {
   }                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                          \
       quantize_rows_fp8_g128_##type(const __grid_constant__ QuantizeParams p) {   \
-    quantize_groups<half>(p);                                                     \
+    quantize_groups<half, 1>(p);                                                  \
+  }                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                          \
+      quantize_rows_fp8_g128x4_##type(const __grid_constant__ QuantizeParams p) { \
+    quantize_groups<half, 4>(p);                                                  \
   }
 GM_QUANTIZE(fp16, true)
 GM_QUANTIZE(bf16, false)
@@ -83,11 +142,15 @@ GM_QUANTIZE(bf16, false)
 #include "args.h"
 
 namespace {
-gm::CudaKernel g_kernels[3][2] = {
+// The last ones: groups of 128, four for each sixteen lanes.
+gm::CudaKernel g_kernels[4][2] = {
     {{GM_CUBIN, "quantize_rows_fp8_token_fp16"}, {GM_CUBIN, "quantize_rows_fp8_token_bf16"}},
     {{GM_CUBIN, "quantize_rows_fp8_g128_fp16"}, {GM_CUBIN, "quantize_rows_fp8_g128_bf16"}},
-    {{GM_CUBIN, "quantize_rows_int8_token_fp16"}, {GM_CUBIN, "quantize_rows_int8_token_bf16"}}};
-}
+    {{GM_CUBIN, "quantize_rows_int8_token_fp16"}, {GM_CUBIN, "quantize_rows_int8_token_bf16"}},
+    {{GM_CUBIN, "quantize_rows_fp8_g128x4_fp16"}, {GM_CUBIN, "quantize_rows_fp8_g128x4_bf16"}}};
+constexpr int64_t kManyGroups =
+    32768;  // from so many on, each sixteen lanes have four: 2048 CTAs rather than 512
+}  // namespace
 
 GM_CUDA_ARGS(gm_quantize_rows_sm90, GmQuantizeRowsArgs)(const GmQuantizeRowsArgs* args) {
   const GmQuantizeRowsArgs& a = *args;
@@ -104,13 +167,14 @@ GM_CUDA_ARGS(gm_quantize_rows_sm90, GmQuantizeRowsArgs)(const GmQuantizeRowsArgs
                    a.m,
                    a.k,
                    a.pitch};
-  const int64_t threads = int64_t(a.m) * ((a.k + 127) / 128) * 16;
-  if ((threads + 255) / 256 > INT32_MAX) return GM_E_SHAPE;
+  const int64_t groups = int64_t(a.m) * ((a.k + 127) / 128);
+  if (groups > INT32_MAX - 64) return GM_E_SHAPE;
+  const bool each_four = a.format == 1 && groups >= kManyGroups;
+  const int64_t at_once = each_four ? 64 : 16;  // groups of a CTA
+  const int64_t ctas = a.format == 1 ? (groups + at_once - 1) / at_once : a.m;
   void* arguments[] = {&p};
-  return g_kernels[a.format][a.x_type - 1].launch(
-      a.device, a.stream,
-      {.grid_x = a.format == 1 ? unsigned((threads + 255) / 256) : unsigned(a.m), .block = 256, .pdl = true},
-      arguments);
+  return g_kernels[each_four ? 3 : a.format][a.x_type - 1].launch(
+      a.device, a.stream, {.grid_x = unsigned(ctas), .block = 256, .pdl = true}, arguments);
 }
 
 #endif

@@ -1,9 +1,9 @@
 // The kernels of one kind of operand and their entry. A source defines GM_ENTRY, GM_NAME (start of kernel
 // names), GM_TYPE (E4m3, Int8) and GM_BLOCKS (scales of 128 x 128 blocks), and includes this.
 #include "instances.h"
-#include "product.cuh"
+#include "turns.cuh"
 
-// Rows of operand A and of B, whether A is x, warpgroups,
+// Rows of operand A and of B, whether A is x (2: and the warpgroups multiply in turns), warpgroups,
 // blocks of 64 rows for each, CTAs of a multiprocessor.
 #define GM_SHAPES(K)      \
   K(64, 8, 0, 1, 1, 4)    \
@@ -15,11 +15,25 @@
   K(128, 64, 0, 2, 1, 1)  \
   K(128, 128, 1, 2, 1, 1) \
   K(256, 128, 1, 2, 2, 1)
+#define GM_TURNS(K)       \
+  K(64, 64, 2, 1, 1, 2)   \
+  K(128, 64, 2, 2, 1, 1)  \
+  K(128, 128, 2, 2, 1, 1) \
+  K(256, 128, 2, 2, 2, 1)
 
 #ifdef __CUDACC__
 
 #define GM_ONE(...) GM_W8A8_KERNEL(gm::w8a8::product, gm::w8a8::Params, __VA_ARGS__)
 GM_SHAPES(GM_ONE)
+#define GM_IN_TURNS(rows, columns, plain, warpgroups, halves, ctas)                       \
+  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)     \
+      GM_NAMED(GM_NAME, rows, columns, plain)(const __grid_constant__ gm::w8a8::Params p, \
+                                              const __grid_constant__ CUtensorMap w,      \
+                                              const __grid_constant__ CUtensorMap x) {    \
+    using Shape = gm::w8a8::Shape<warpgroups, halves, columns, true, GM_BLOCKS>;          \
+    gm::w8a8::product_in_turns<gm::w8a8::GM_TYPE, Shape>(p, w, x);                        \
+  }
+GM_TURNS(GM_IN_TURNS)
 
 #else
 #include "args.h"
@@ -30,7 +44,7 @@ using namespace gm::w8a8;
 using gm::ceil_div, gm::is_aligned;
 using Args = GmLinearW8a8Args;
 
-Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE)};
+Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE) GM_TURNS(GM_W8A8_INSTANCE)};
 
 }  // namespace
 

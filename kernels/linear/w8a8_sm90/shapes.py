@@ -61,7 +61,8 @@ def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0, given: b
 
 
 class Shape(NamedTuple):
-    """A CTA: rows of operand A and of B, whether A is x and not W, warpgroups, CTAs of a multiprocessor at most."""
+    """A CTA: rows of operand A and of B, whether A is x and not W (2: and the warpgroups multiply in turns), warpgroups, CTAs of a
+    multiprocessor at most."""
 
     rows: int
     columns: int
@@ -96,8 +97,12 @@ SHAPES = (
     Shape(128, 64, 0, 2, 1),
     Shape(128, 128, 1, 2, 1),
     Shape(256, 128, 1, 2, 1),
+    Shape(64, 64, 2, 1, 2),
+    Shape(128, 64, 2, 2, 1),
+    Shape(128, 128, 2, 2, 1),
+    Shape(256, 128, 2, 2, 1),
 )
-"""The instances: GM_SHAPES of entry.h."""
+"""The instances: GM_SHAPES and GM_TURNS of entry.h."""
 
 
 class Choice(NamedTuple):
@@ -167,7 +172,7 @@ _COSTS = {
     (256, 128): (0.69, 2.2),
 }
 """Microseconds of 128 columns of a tile, and of its end, by rows of A and B: fitted to products of 7168 x 2048, 4096 x 7168 and
-24576 x 1536 at M = 1 to 4096."""
+24576 x 1536 at M = 1 to 4096, before there were turns."""
 START, CLUSTER, DOUBLING, SCALING = 1.5, 1.3, 0.1, 1.25
 """Microseconds of a launch, of sums over a cluster, and more for each doubling of it; the factor of block scales."""
 COPIED, FEWER_SLOTS, BESIDE = 0.12e6, 0.15, 0.45
@@ -195,9 +200,10 @@ def microseconds(operands: Operands, choice: Choice, m: int, n: int, k: int, pro
 def ranked(
     operands: Operands, m: int, n: int, k: int, processors: int
 ) -> tuple[tuple[float, dict[str, int]], ...]:
-    """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
+    """(microseconds, configuration) of the candidates, best first, those in turns behind all others: they are chosen by measured times only;
+    ties in the order of `candidates`."""
     costs = [
         (microseconds(operands, choice, m, n, k, processors), config_of(operands, choice, processors))
         for choice in candidates(operands, m, n, k, processors)
     ]
-    return tuple(sorted(costs, key=lambda pair: pair[0]))
+    return tuple(sorted(costs, key=lambda pair: (pair[1]["plain"] == 2, pair[0])))

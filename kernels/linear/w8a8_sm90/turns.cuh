@@ -1,0 +1,189 @@
+// The same product where operand A is x, for many tokens: the warpgroups multiply in turns, and a tile ends without
+// barriers.
+//
+// Left alone, both warpgroups wait for the same slot, multiply at the same time, and then both add to their float32
+// sums while the tensor cores have nothing to do. In turns, one multiplies while the other adds: a warpgroup issues the
+// products of a slot with 64 of its rows, which takes until most of them have run, and hands the turn over. int8 sums
+// stay in the tensor cores' registers and take no turns.
+#pragma once
+#include "product.cuh"
+
+#ifdef __CUDACC__
+
+namespace gm::w8a8 {
+
+constexpr int kFirstTurn =
+    3;  // the named barrier of the first warpgroup's turn; those of tiles' ends are 1 and 2
+
+// Stores a warp's 16 of 64 rows of x, from fragments of all columns, through its own part of the warpgroup's table.
+template <class S, typename Sum>
+__device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S::kSums], uint32_t table,
+                                           const uint8_t* shared, int n0, int m0, int half) {
+  constexpr int kPart = 16 * 128;  // bytes of a warp: 16 rows of 64 columns
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, pair = (lane & 3) * 2;
+  const int row = half * 64 + warp * 16, low = row + (lane >> 2);
+  const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
+  // Scale and bias of two features at a time.
+  const float4* features = reinterpret_cast<const float4*>(shared + S::kTable + S::kTokenScales);
+  const int2 of_x[2] = {tokens[low], tokens[low + 8]};
+  const uint32_t part = table + warp * kPart;
+  const uint8_t* const stored = shared + warp * kPart;
+  const int matrix_row = lane & 15, chunk = lane & 7, first = lane >> 3;
+  uint16_t* const y =
+      static_cast<uint16_t*>(p.y) + static_cast<int64_t>(m0 + row + first) * p.n + n0 + chunk * 8;
+#pragma unroll
+  for (int column = 0; column < S::kColumns; column += 64) {
+    constexpr int kFragments = S::kColumns < 64 ? S::kColumns / 8 : 8;
+    static_assert(S::kColumns % (kFragments * 8) == 0 && kFragments % 2 == 0);
+    float v[kFragments][4];
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const Sum* sum = sums + column / 2 + j * 4;
+      if (!S::kBlocks || p.bias != nullptr) {
+        const float4 of_w = features[(column + j * 8 + pair) / 2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int2 x = of_x[i >> 1];
+          const float value = kIntegers<Sum> ? static_cast<float>(sum[i] - static_cast<Sum>(x.y)) : sum[i];
+          const float scale = i & 1 ? of_w.z : of_w.x, bias = i & 1 ? of_w.w : of_w.y;
+          v[j][i] = (S::kBlocks ? value : value * (__int_as_float(x.x) * scale)) + bias;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[j][i] = sum[i];
+      }
+    }
+    if (p.residual != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int m = m0 + low + (i >> 1) * 8, n = n0 + column + j * 8 + pair + (i & 1);
+          if (m < p.m && n < p.n) v[j][i] += widened(p.residual, static_cast<int64_t>(m) * p.n + n, p.half);
+        }
+    }
+    const auto stage = [&](int half_type) {
+#pragma unroll
+      for (int j = 0; j < kFragments; j += 2) {  // two fragments: four matrices
+        const uint32_t four[4] = {rounded(v[j][0], v[j][1], half_type), rounded(v[j][2], v[j][3], half_type),
+                                  rounded(v[j + 1][0], v[j + 1][1], half_type),
+                                  rounded(v[j + 1][2], v[j + 1][3], half_type)};
+        stmatrix_x4(part + matrix_row * 128 + (((j + (lane >> 4)) ^ (matrix_row & 7)) << 4), four);
+      }
+    };
+    if (p.half)
+      stage(1);
+    else
+      stage(0);
+    __syncwarp();
+    const int n = n0 + column + chunk * 8;
+    const bool mine = chunk < kFragments && n < p.n;
+    const auto words_of = [&](int at) {
+      return *reinterpret_cast<const uint4*>(stored + at * 128 + ((chunk ^ (at & 7)) << 4));
+    };
+    if (p.vector) {
+      uint4 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = words_of(i * 4 + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (mine && m0 + row + i * 4 + first < p.m)
+          *reinterpret_cast<uint4*>(y + i * 4 * static_cast<int64_t>(p.n) + column) = words[i];
+    } else if (mine) {
+#pragma unroll 1
+      for (int at = first; at < 16 && m0 + row + at < p.m; at += 4) {
+        const uint4 words = words_of(at);
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+        uint16_t* const to = y + static_cast<int64_t>(at - first) * p.n + column;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (n + i < p.n) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+      }
+    }
+    __syncwarp();  // the part has been read
+  }
+}
+
+template <typename T, class S>
+__device__ __forceinline__ void product_in_turns(const Params& p, const CUtensorMap& w_map,
+                                                 const CUtensorMap& x_map) {
+  static_assert(S::kPlain);
+  using Sum = typename T::Sum;
+  constexpr int kSums = S::kSums, kBoth = 2 * 128;
+  constexpr bool kTurns = S::kWarpgroups == 2 && !kIntegers<Sum>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const uint32_t base = smem_u32(smem);
+  if (threadIdx.x == 0) {
+    const Ring<S> ring(base, p.slots);
+#pragma unroll 1
+    for (int i = 0; i < p.slots; ++i)
+      mbar_init(ring.full + i * 8, 1), mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  griddepcontrol_launch_dependents();
+  const int all = p.n_tiles * p.m_tiles, step = gridDim.x;
+
+  if (warp >= S::kWarpgroups * 4) {
+    if constexpr (S::kReallocates) setmaxnreg_dec<40>();
+    if (threadIdx.x == S::kMathThreads) produce<S>(p, &w_map, &x_map, base, blockIdx.x, step, 0, p.k_blocks);
+    return;
+  }
+  if constexpr (S::kReallocates) setmaxnreg_inc<232>();
+  const int warpgroup = warp >> 2, rows = warpgroup * 64 * S::kHalves, my_rows = (warp & 3) * 16;
+  const int my_turn = kFirstTurn + warpgroup, other_turn = kFirstTurn + 1 - warpgroup;
+  const uint32_t epilogue_at = S::rings(p.slots) + warpgroup * S::kEpilogue, table = base + epilogue_at;
+  Ring<S> ring(base, p.slots);
+  BlockScales<S> scales[1];
+  if constexpr (S::kBlocks) scales[0].load(p, tile_at<S>(p, blockIdx.x).n, 0);
+  if (kTurns && warpgroup == 1) bar_arrive(kFirstTurn, kBoth);
+  griddepcontrol_wait();
+  const auto release = [&](uint32_t empty) {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(empty);
+  };
+  const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
+    if constexpr (kTurns) bar_sync(my_turn, kBoth);
+    multiply_slot<T, S>(d, r, rows + h * 64, add);
+    if constexpr (kTurns) bar_arrive(other_turn, kBoth);
+  };
+#pragma unroll 1
+  for (int index = blockIdx.x; index < all; index += step) {
+    const Tile tile = tile_at<S>(p, index);
+    const EpilogueOperands<S, Sum> operands(p, tile.n, tile.m + rows);
+    if constexpr (S::kBlocks)
+      scales[0].begin(p, 0), scales[0].load(p, tile_at<S>(p, min(index + step, all - 1)).n, 0);
+    Sum sums[S::kHalves][kSums] = {};
+    if constexpr (kIntegers<Sum>) {
+      uint32_t before = 0;  // the empty barrier of the slot before
+#pragma unroll 1
+      for (int left = p.k_blocks; left > 0; --left, ring.next()) {
+        mbar_wait(ring.full, ring.parity);
+#pragma unroll
+        for (int h = 0; h < S::kHalves; ++h) multiply(sums[h], ring, h, before != 0);
+        wgmma_wait<S::kHalves>();
+        if (before != 0) release(before);
+        before = ring.empty();
+      }
+      wgmma_wait<0>();
+      for (auto& half : sums) wgmma_fence_operand(half);
+      release(before);
+    } else {
+      float parts[S::kHalves > 1 ? 1 : 2][kSums];
+      Factors<S> factors[S::kHalves > 1 ? 1 : 2];
+      multiply_blocks<T, S>(
+          p, sums, ring, scales, rows, my_rows, 0, p.k_blocks, [&](int) { return tile.n; }, parts, factors,
+          multiply, release);
+    }
+    bar_sync(warpgroup + 1, 128);  // the table of the last tile has been read
+    operands.store(table, warpgroup);
+#pragma unroll
+    for (int h = 0; h < S::kHalves; ++h)
+      store_rows<S>(p, sums[h], table, smem + epilogue_at, tile.n, tile.m + rows, h);
+  }
+  if (kTurns && warpgroup == 0) bar_sync(kFirstTurn, kBoth);  // of the other's last turn
+}
+
+}  // namespace gm::w8a8
+#endif
