@@ -233,15 +233,17 @@ def calls_of(call: Callable[[int], Any], count: int) -> list[Call]:
     return [partial(call, i) for i in range(count)]
 
 
-def measure(problem: Problem, m: int, names: list[str], rounds: int, store: Store) -> dict[str, Any]:
-    """One row of the result file."""
+def measure(
+    problem: Problem, m: int, names: list[str], rounds: int, kept: int, store: Store
+) -> dict[str, Any]:
+    """One row of the result file; `kept` configurations of linear_w8a8_sm90, and its default, are in the final."""
     problem.rows(m)
     row = Row(problem)
     for kernel in problem.kernels(names):
         configs = [kernel.config(problem.problem, problem.target)]
         if kernel.name == OURS and kernel.space is not None:
             space = list(kernel.space(problem.problem, problem.target))
-            configs = list({str(c): c for c in (*row.fastest(space, 2), configs[0])}.values())
+            configs = list({str(c): c for c in (*row.fastest(space, kept), configs[0])}.values())
             row.add("quantize", problem.quantizer(), judged=False)
         for place, config in enumerate(configs):
             label = kernel.name if place == 0 else f"{kernel.name}/{place}"
@@ -273,9 +275,20 @@ def measure(problem: Problem, m: int, names: list[str], rounds: int, store: Stor
     }
 
 
+def tile(config: Config | None) -> str:
+    """The instance of a configuration, CTAs of a tile and of a multiprocessor."""
+    if not config or "rows" not in config:
+        return ""
+    return " ({rows}x{columns}x{plain}, {split}, {ctas})".format(**config)
+
+
 def line(row: dict[str, Any]) -> str:
     """A row on the screen."""
-    shown = "  ".join(f"{name} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda i: i[1]))
+    configs = row["configs"]
+    shown = "  ".join(
+        f"{name}{tile(configs.get(name.partition(' ')[2]))} {us:.2f}"
+        for name, us in sorted(row["us"].items(), key=lambda i: i[1])
+    )
     wrong = f"  refused {row['refused']}" if row["refused"] else ""
     return f"{row['scheme']} {row['n']}x{row['k']} m={row['m']}: goal {row['goal_us']}  {shown}{wrong}"
 
@@ -285,6 +298,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = linear_options(__doc__, f"{OURS},linear_scaled_mm_torch", "1,16,64,256,1024,4096")
     parser.add_argument("--schemes", default=SCHEMES, help="by commas")
     parser.add_argument("--shapes", default=SHAPES, help="NxK by commas")
+    parser.add_argument(
+        "--kept", type=int, default=2, help="configurations of ours in the final, the fastest ones"
+    )
     return parser
 
 
@@ -298,7 +314,9 @@ def main() -> int:
             problem = Problem(scheme, *(int(v) for v in shape.split("x")))
             for m in options.m.split(","):
                 run.rows.append(
-                    measure(problem, int(m), options.kernels.split(","), options.rounds, run.store)
+                    measure(
+                        problem, int(m), options.kernels.split(","), options.rounds, options.kept, run.store
+                    )
                 )
                 print(line(run.rows[-1]), flush=True)
             run.save()
