@@ -61,13 +61,21 @@ struct UniformScale {
 };
 
 // Online softmax: tile of scores -> weights 2^(scale_log2 (s - m)), in place. factor: rescales the sums so far;
-// exactly 1 where a row's maximum stays. scale_log2: by row.
+// exactly 1 where a row's maximum stays. scale_log2: by row. Returns the sum of three quarters of a row's weights, which
+// is there before the others are.
 template <int N, int D, typename Scale>
-__device__ __forceinline__ void softmax(float (&s)[N], Accumulators<D>& acc, float (&factor)[2],
-                                        const Scale& scale_log2) {
-  float row_max[2] = {-INFINITY, -INFINITY};
+__device__ __forceinline__ float softmax(float (&s)[N], Accumulators<D>& acc, float (&factor)[2],
+                                         const Scale& scale_log2) {
+  // Four chains of maxima per row: one takes as long as the latency of all its instructions.
+  float row_max[2], chain[2][4];
 #pragma unroll
-  for (int i = 0; i < N; ++i) row_max[i >> 1 & 1] = fmaxf(row_max[i >> 1 & 1], s[i]);
+  for (int i = 0; i < N; ++i) {
+    float& of = chain[i >> 1 & 1][(i >> 2 & 1) * 2 + (i & 1)];
+    of = i < 8 ? s[i] : fmaxf(of, s[i]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    row_max[r] = fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3]));
   float base[2], sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -78,13 +86,16 @@ __device__ __forceinline__ void softmax(float (&s)[N], Accumulators<D>& acc, flo
     factor[r] = row_max[r] > acc.m[r] ? exp2_approx(__fmul_rn(acc.m[r], scale_log2[r]) - base[r]) : 1.f;
     acc.m[r] = m;
   }
+  float early = 0.f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
+    if (i == N * 3 / 4) early = sum[0];
     s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) acc.l[r] = fmaf(acc.l[r], factor[r], sum[r]);
+  return early;
 }
 
 // Masks the scores of keys before begins[r] and from ends[r] on, counted from this thread's first key, with -inf.
@@ -95,19 +106,6 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2
     const int key = (i >> 2) * 8 + (i & 1), r = i >> 1 & 1;
     s[i] = key >= begins[r] && key < ends[r] ? s[i] : -INFINITY;
   }
-}
-
-template <int N>
-__device__ __forceinline__ void mask_ends(float (&s)[N], const int (&ends)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if ((i >> 2) * 8 + (i & 1) >= ends[i >> 1 & 1]) s[i] = -INFINITY;
-}
-template <int N>
-__device__ __forceinline__ void mask_begins(float (&s)[N], const int (&begins)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if ((i >> 2) * 8 + (i & 1) < begins[i >> 1 & 1]) s[i] = -INFINITY;
 }
 
 // The descriptor of shared memory `units` of 16 bytes further on: its address is in the low half, and a 64-bit sum
@@ -229,6 +227,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const auto values_of = [&](int i) {
       return warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile);
     };
+    const auto rescale = [&] {
+      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+        for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
+      }
+    };
     const auto convert_weights = [&] {
 #pragma unroll
       for (int j = 0; j < kKeys / 4; ++j) weights[j >> 2][j & 3] = packed<T>(s[2 * j], s[2 * j + 1]);
@@ -278,16 +282,25 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       release(bars.k_empty(kSlot));
       scores.adjust(p, cap, smem, mine, s, tile + i);
       const float2 before = make_float2(acc.l[0], acc.l[1]);
-      softmax(s, acc, factor, scores.scale_log2);
+      const float early = softmax(s, acc, factor, scores.scale_log2);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
-      wgmma_fence_operand(s);
-      if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());  // as below
-      wgmma_wait<0>();
-      wgmma_fence_operand(acc.o);
-      release(bars.v_empty(kOther));
-      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+      if constexpr (D <= 128) {
+        // Never true, since weights are not negative. ptxas would hoist the wait above all exponentials, but not above
+        // what such a branch needs: by then the products are done, and the exponentials that are left hide rescaling,
+        // by 1 where the maxima stay, and conversion.
+        if (early < 0.f) mbar_arrive(bars.q_full());
+        wgmma_wait<0>();
+        wgmma_fence_operand(acc.o);
+        release(bars.v_empty(kOther));
 #pragma unroll
         for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
+      } else {
+        wgmma_fence_operand(s);
+        if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());  // as below
+        wgmma_wait<0>();
+        wgmma_fence_operand(acc.o);
+        release(bars.v_empty(kOther));
+        rescale();
       }
       convert_weights();
     };
@@ -347,10 +360,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_fence_operand(acc.o);
         release(bars.v_empty(tile + i - step));
         if (shared) skip_values(i - 1);
-        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
-#pragma unroll
-          for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
-        }
+        rescale();
         convert_weights();
         add = 1;
       }
@@ -389,125 +399,6 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   }
 }
 
-// A consumer warpgroup of three, whose products wait for each other: scores, softmax, values. The tensor cores are kept
-// busy by the other two. Its weights replace its scores, for 160 registers hold no more than scores and sums.
-template <class K>
-__device__ __forceinline__ void consume_in_turn(const typename K::Params& p, const typename K::Cap& cap,
-                                                uint8_t* smem, uint32_t base, int group) {
-  using T = typename K::Type;
-  using S = typename K::Shape;
-  constexpr int kKeys = S::kKeys, D = S::kValueDim;
-  const FlashBars<S> bars{base + S::kBars};
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const auto release = [&](uint32_t bar) {
-    if (lane < kArrivingLanes) mbar_arrive(bar);
-  };
-  int t = 0;  // the next tile of keys, counted over all work tiles
-#pragma unroll 1
-  for (uint32_t q_parity = 0;; q_parity ^= 1) {
-    mbar_wait(bars.q_full(), q_parity);
-    Accumulators<D> acc;
-    acc.clear();
-    {
-      const typename K::Work work = K::get_work(smem, q_parity);
-      if (work.rows == 0) break;
-      const int row0 = group * 64, mine = row0 + warp * 16 + (lane >> 2);
-      const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
-      typename K::Scores scores(p, cap, smem, work, row0, mine, false, group);
-      int limit[2];  // end of the keys its rows see, less the thread's first column
-#pragma unroll
-      for (int r = 0; r < 2; ++r) limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
-      // Tiles seen_from .. seen_to need no mask.
-      const int seen_to = K::seen_whole(p, work, group);
-      const int seen_from = p.window > 0 ? cdiv(max(0, work.end - p.window), kKeys) : 0;
-      const int end = work.end;
-      const bool ends_within = K::ends_within(p, work);
-      const int unused = K::unused(p, work);
-      int n = work.first + work.count;
-      const int first = work.first, top = n - 1;
-      // The highest tile whose keys the rows of this warpgroup see.
-      const int own = row0 < work.rows ? K::last_seen(p, work, row0 + 63) / kKeys : -1;
-#pragma unroll
-      for (int j = 0; j < D / 2; ++j) acc.o[j] = 0.f;
-#pragma unroll 1
-      while (--n >= first) {
-        const uint32_t at = t % S::kStages;
-        if (n > own) {
-          mbar_wait(bars.k_full(t), bars.parity(t));
-          release(bars.k_empty(t));
-          mbar_wait(bars.v_full(t), bars.parity(t));
-          release(bars.v_empty(t));
-          ++t;
-          continue;
-        }
-        if (n == top && ends_within) {  // here, where no scores take registers
-          mbar_wait(bars.v_full(t), bars.parity(t));
-          clear_values<S>(base + S::kV + at * S::kValueTile, end % kKeys, unused, group);
-        }
-        float s[kKeys / 2], factor[2];
-        mbar_wait(bars.k_full(t), bars.parity(t));
-        if constexpr (K::kFence) fence_proxy_async();
-        wgmma_fence();
-        {
-          const uint64_t k = swizzle128_descriptor(warp_uniform(base + S::kK + at * S::kKeyTile));
-#pragma unroll
-          for (int j = 0; j < S::kQueryDim / 16; ++j)
-            Wgmma<T, kKeys>::ss(s, advanced<D>(q, (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2),
-                                advanced<D>(k, (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2), j > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(s);
-        release(bars.k_empty(t));
-        scores.adjust(p, cap, smem, mine, s, t);
-        if (n >= seen_to || (K::kWindow && n < seen_from)) {
-          const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
-          mask_ends(s, ends);
-          if (K::kWindow && p.window > 0) {
-            const int begins[2] = {ends[0] - p.window, ends[1] - p.window};
-            mask_begins(s, begins);
-          }
-        }
-        softmax(s, acc, factor, scores.scale_log2);
-        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
-#pragma unroll
-          for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
-        }
-#pragma unroll
-        for (int j = 0; j < kKeys / 4; ++j) s[j] = __uint_as_float(packed<T>(s[2 * j], s[2 * j + 1]));
-        mbar_wait(bars.v_full(t), bars.parity(t));
-        if constexpr (K::kFence) fence_proxy_async();
-        wgmma_fence_operand(acc.o);
-        wgmma_fence();
-        {
-          const uint64_t v =
-              swizzle128_descriptor(warp_uniform(base + S::kV + at * S::kValueTile), 1024, kKeys * 128);
-#pragma unroll
-          for (int j = 0; j < kKeys / 16; ++j) {
-            const uint32_t w[4] = {__float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]),
-                                   __float_as_uint(s[4 * j + 2]), __float_as_uint(s[4 * j + 3])};
-            Wgmma<T, D>::template rs<kMajorMN>(acc.o, w, advanced<D>(v, j * (2048 >> 4)), 1);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(acc.o);
-        release(bars.v_empty(t));
-        ++t;
-      }
-    }
-    release(bars.q_empty());
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 1);
-      acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 2);
-    }
-    const typename K::Work work =
-        K::get_work(smem, q_parity);  // reloaded, since the loop has no registers for it
-    K::finish(p, work, acc, smem, base, group, thread_anew() >> 5 & 3, false);
-  }
-}
-
 template <class K>
 __device__ __forceinline__ void flash_attention(const typename K::Params& p, const CUtensorMap& q_map,
                                                 const CUtensorMap& k_map, const CUtensorMap& v_map,
@@ -538,10 +429,7 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
     K::produce(p, q_map, k_map, v_map, smem, base, warp - kWarps);
   } else {
     setmaxnreg_inc<K::kConsumerRegisters>();
-    if constexpr (!K::kInTurn)
-      consume<K>(p, cap, smem, base, warp >> 2);
-    else
-      consume_in_turn<K>(p, cap, smem, base, warp >> 2);
+    consume<K>(p, cap, smem, base, warp >> 2);
   }
 }
 
