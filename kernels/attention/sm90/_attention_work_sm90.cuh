@@ -321,6 +321,7 @@ struct TileScheduler {
   Queue long_queue, short_queue;
   unsigned long_tiles, short_tiles;  // 0 once all are fetched
   int kind, item;                    // kind: 1 for short; in the first lane
+  int starting_short;                // CTAs that begin with the short queue
   __device__ __forceinline__ TileScheduler(const AttentionParams& p, const uint8_t* smem,
                                            bool fetches = true) {
     const int* totals = reinterpret_cast<const int*>(smem + S::kTotals);
@@ -328,16 +329,18 @@ struct TileScheduler {
     const int count = sorted ? totals[kLong] : p.seqs;
     long_queue = {0, count, 0}, short_queue = {count, p.seqs, 0};
     long_tiles = sorted ? totals[kLongTiles] : 1, short_tiles = sorted ? totals[kShortTiles] : 0;
-    kind = item = 0;
+    kind = item = starting_short = 0;
     if (!fetches) return;
     // CTAs are divided between the queues by expected time, but at most 5/8 of them start with decodes: more would
-    // not read faster.
+    // not read faster. Each begins with the tile of its own number, and fetches those after them from the counters.
     const int64_t reading = sorted ? int64_t(totals[kShortWork]) * p.reading : 0,
                   multiplying = sorted ? int64_t(totals[kLongWork]) * 8 : 1;
     const int first = static_cast<int>(
         min(reading * gridDim.x / max(reading + multiplying, int64_t(1)), int64_t(gridDim.x * 5 / 8)));
-    kind = (static_cast<int>(blockIdx.x) < first || long_tiles == 0) && short_tiles > 0;
-    if ((threadIdx.x & 31) == 0) item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    starting_short = short_tiles == 0 ? 0 : long_tiles == 0 ? ctas : first;
+    kind = cta < starting_short;
+    item = kind ? cta : cta - starting_short;
   }
   // Once for each tile, before `next`: fetches the tile after it, unless that is another part of its context.
   __device__ __forceinline__ void fetch_after(const AttentionParams& p, const Work& work) {
@@ -349,7 +352,8 @@ struct TileScheduler {
   __device__ __forceinline__ void fetch(const AttentionParams& p) {
     if ((threadIdx.x & 31) != 0) return;
     if ((kind == 0 ? long_tiles : short_tiles) == 0) kind ^= 1;
-    item = static_cast<int>(atomicAdd(p.counters + kind, 1u));
+    item = static_cast<int>(atomicAdd(p.counters + kind, 1u)) +
+           (kind ? starting_short : static_cast<int>(gridDim.x) - starting_short);
   }
   // work: the tile before, replaced by the next one.
   __device__ __forceinline__ void next(const AttentionParams& p, const uint8_t* smem, Work& work) {

@@ -108,19 +108,6 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2
   }
 }
 
-template <int N>
-__device__ __forceinline__ void mask_ends(float (&s)[N], const int (&ends)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if ((i >> 2) * 8 + (i & 1) >= ends[i >> 1 & 1]) s[i] = -INFINITY;
-}
-template <int N>
-__device__ __forceinline__ void mask_begins(float (&s)[N], const int (&begins)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if ((i >> 2) * 8 + (i & 1) < begins[i >> 1 & 1]) s[i] = -INFINITY;
-}
-
 // The descriptor of shared memory `units` of 16 bytes further on: its address is in the low half, and a 64-bit sum
 // would also add to the high one, for each product anew. Heads of 256 elements have no registers for that.
 template <int D>
@@ -412,171 +399,6 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   }
 }
 
-// A consumer warpgroup of three, whose products wait for each other: scores, softmax, values. The tensor cores are kept
-// busy by the other two. Its weights replace its scores, for 160 registers hold no more than scores and sums.
-template <class K>
-__device__ __forceinline__ void consume_in_turn(const typename K::Params& p, const typename K::Cap& cap,
-                                                uint8_t* smem, uint32_t base, int group) {
-  using T = typename K::Type;
-  using S = typename K::Shape;
-  constexpr int kKeys = S::kKeys, D = S::kValueDim;
-  const FlashBars<S> bars{base + S::kBars};
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  const auto release = [&](uint32_t bar) {
-    if (lane < kArrivingLanes) mbar_arrive(bar);
-  };
-  int t = 0;  // the next tile of keys, counted over all work tiles
-#pragma unroll 1
-  for (uint32_t q_parity = 0;; q_parity ^= 1) {
-    mbar_wait(bars.q_full(), q_parity);
-    Accumulators<D> acc;
-    acc.clear();
-    {
-      const typename K::Work work = K::get_work(smem, q_parity);
-      if (work.rows == 0) break;
-      const int row0 = group * 64, mine = row0 + warp * 16 + (lane >> 2);
-      const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
-      typename K::Scores scores(p, cap, smem, work, row0, mine, false, group);
-      int limit[2];  // end of the keys its rows see, less the thread's first column
-#pragma unroll
-      for (int r = 0; r < 2; ++r) limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
-      // Tiles seen_from .. seen_to need no mask.
-      const int seen_to = K::seen_whole(p, work, group);
-      const int seen_from = p.window > 0 ? cdiv(max(0, work.end - p.window), kKeys) : 0;
-      const int end = work.end;
-      const bool ends_within = K::ends_within(p, work);
-      const int unused = K::unused(p, work);
-      int n = work.first + work.count;
-      const int first = work.first, top = n - 1;
-      // The highest tile whose keys the rows of this warpgroup see.
-      const int own = row0 < work.rows ? K::last_seen(p, work, row0 + 63) / kKeys : -1;
-      const auto plain_step = [&] {
-        const uint32_t kSlot = t % S::kStages, parity = bars.parity(t);
-        float s[kKeys / 2], factor[2];
-        mbar_wait(bars.k_full(kSlot), parity);
-        mbar_wait(bars.v_full(kSlot), parity);  // here, since a branch later would part what may overlap
-        wgmma_fence();
-        {
-          const uint64_t k = swizzle128_descriptor(warp_uniform(base + S::kK + kSlot * S::kKeyTile));
-#pragma unroll
-          for (int j = 0; j < S::kQueryDim / 16; ++j)
-            Wgmma<T, kKeys>::ss(s, advanced<D>(q, (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2),
-                                advanced<D>(k, (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2), j > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(s);
-        release(bars.k_empty(kSlot));
-        softmax(s, acc, factor, scores.scale_log2);
-#pragma unroll
-        for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
-#pragma unroll
-        for (int j = 0; j < kKeys / 4; ++j) s[j] = __uint_as_float(packed<T>(s[2 * j], s[2 * j + 1]));
-        wgmma_fence_operand(acc.o);
-        wgmma_fence();
-        {
-          const uint64_t v =
-              swizzle128_descriptor(warp_uniform(base + S::kV + kSlot * S::kValueTile), 1024, kKeys * 128);
-#pragma unroll
-          for (int j = 0; j < kKeys / 16; ++j) {
-            const uint32_t w[4] = {__float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]),
-                                   __float_as_uint(s[4 * j + 2]), __float_as_uint(s[4 * j + 3])};
-            Wgmma<T, D>::template rs<kMajorMN>(acc.o, w, advanced<D>(v, j * (2048 >> 4)), 1);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(acc.o);
-        release(bars.v_empty(kSlot));
-      };
-#pragma unroll
-      for (int j = 0; j < D / 2; ++j) acc.o[j] = 0.f;
-#pragma unroll 1
-      while (--n >= first) {
-        // Tiles of which no key is masked.
-        if (n <= own && n < seen_to && !(n == top && ends_within)) {
-          const int unmasked = K::kWindow ? max(first, seen_from) : first;
-#pragma unroll 1
-          for (; n >= unmasked; --n, ++t) plain_step();
-          if (n < first) break;
-        }
-        const uint32_t at = t % S::kStages;
-        if (n > own) {
-          mbar_wait(bars.k_full(t), bars.parity(t));
-          release(bars.k_empty(t));
-          mbar_wait(bars.v_full(t), bars.parity(t));
-          release(bars.v_empty(t));
-          ++t;
-          continue;
-        }
-        if (n == top && ends_within) {  // here, where no scores take registers
-          mbar_wait(bars.v_full(t), bars.parity(t));
-          clear_values<S>(base + S::kV + at * S::kValueTile, end % kKeys, unused, group);
-        }
-        float s[kKeys / 2], factor[2];
-        mbar_wait(bars.k_full(t), bars.parity(t));
-        if constexpr (K::kFence) fence_proxy_async();
-        wgmma_fence();
-        {
-          const uint64_t k = swizzle128_descriptor(warp_uniform(base + S::kK + at * S::kKeyTile));
-#pragma unroll
-          for (int j = 0; j < S::kQueryDim / 16; ++j)
-            Wgmma<T, kKeys>::ss(s, advanced<D>(q, (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2),
-                                advanced<D>(k, (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2), j > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(s);
-        release(bars.k_empty(t));
-        scores.adjust(p, cap, smem, mine, s, t);
-        if (n >= seen_to || (K::kWindow && n < seen_from)) {
-          const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
-          mask_ends(s, ends);
-          if (K::kWindow && p.window > 0) {
-            const int begins[2] = {ends[0] - p.window, ends[1] - p.window};
-            mask_begins(s, begins);
-          }
-        }
-        softmax(s, acc, factor, scores.scale_log2);
-        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
-#pragma unroll
-          for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
-        }
-#pragma unroll
-        for (int j = 0; j < kKeys / 4; ++j) s[j] = __uint_as_float(packed<T>(s[2 * j], s[2 * j + 1]));
-        mbar_wait(bars.v_full(t), bars.parity(t));
-        if constexpr (K::kFence) fence_proxy_async();
-        wgmma_fence_operand(acc.o);
-        wgmma_fence();
-        {
-          const uint64_t v =
-              swizzle128_descriptor(warp_uniform(base + S::kV + at * S::kValueTile), 1024, kKeys * 128);
-#pragma unroll
-          for (int j = 0; j < kKeys / 16; ++j) {
-            const uint32_t w[4] = {__float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]),
-                                   __float_as_uint(s[4 * j + 2]), __float_as_uint(s[4 * j + 3])};
-            Wgmma<T, D>::template rs<kMajorMN>(acc.o, w, advanced<D>(v, j * (2048 >> 4)), 1);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_fence_operand(acc.o);
-        release(bars.v_empty(t));
-        ++t;
-      }
-    }
-    release(bars.q_empty());
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 1);
-      acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 2);
-    }
-    const typename K::Work work =
-        K::get_work(smem, q_parity);  // reloaded, since the loop has no registers for it
-    K::finish(p, work, acc, smem, base, group, thread_anew() >> 5 & 3, false);
-  }
-}
-
 template <class K>
 __device__ __forceinline__ void flash_attention(const typename K::Params& p, const CUtensorMap& q_map,
                                                 const CUtensorMap& k_map, const CUtensorMap& v_map,
@@ -607,10 +429,7 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
     K::produce(p, q_map, k_map, v_map, smem, base, warp - kWarps);
   } else {
     setmaxnreg_inc<K::kConsumerRegisters>();
-    if constexpr (!K::kInTurn)
-      consume<K>(p, cap, smem, base, warp >> 2);
-    else
-      consume_in_turn<K>(p, cap, smem, base, warp >> 2);
+    consume<K>(p, cap, smem, base, warp >> 2);
   }
 }
 

@@ -19,11 +19,9 @@
   K(codes, 0, __half, 128, any, gm::kCodeCopies)        \
   K(codes, 0, __half, 64, any, gm::kCodeCopies)
 
-// Three consumer warpgroups, for batches of prompts.
-#define GM_EACH_PROMPTS(K)       \
-  K(bf16, 2, __nv_bfloat16, 128) \
-  K(fp16, 1, __half, 128)        \
-  K(bf16, 2, __nv_bfloat16, 64)  \
+// Three consumer warpgroups, for batches of prompts with small heads.
+#define GM_EACH_PROMPTS(K)      \
+  K(bf16, 2, __nv_bfloat16, 64) \
   K(fp16, 1, __half, 64)
 
 #ifdef __CUDACC__

@@ -31,7 +31,6 @@ struct Paged {
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
   static constexpr bool kTwoSided = false, kPairs = !kCodes;
-  static constexpr bool kInTurn = GROUPS == 3 && D > 64;  // there are no registers for weights beside scores
   static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;
@@ -61,9 +60,6 @@ struct Paged {
   }
   static __device__ __forceinline__ int seen(const Params& p, const Work& work, int row) {
     return work.position + static_cast<int>(row * p.by_group >> 16) + 1;
-  }
-  static __device__ __forceinline__ int last_seen(const Params& p, const Work& work, int row) {
-    return seen(p, work, row) - 1;
   }
   static __device__ __forceinline__ int seen_whole(const Params& p, const Work& work, int) {
     return (max(0, work.position) + 1) / Shape::kKeys;
