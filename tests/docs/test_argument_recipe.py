@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(gm::AttentionShape<64>::kThreads, 1
     one(const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q,
         const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,
         const __grid_constant__ gm::SoftCap<true> cap) {
-  gm::paged_attention<__half, 64, gm::kBoxCopies, true>(p, q, k, v, cap);
+  gm::paged_attention<__half, 64, gm::kBoxCopies, true, 2>(p, q, k, v, cap);
 }
 """
 
