@@ -38,7 +38,7 @@ struct RowEpilogue {
 template <typename T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, float by, bool exists,
                                           int columns) {
-  const int lane = thread_anew() & 31;
+  const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int b = 0; b < N / 16; ++b) {
     uint32_t w[4];

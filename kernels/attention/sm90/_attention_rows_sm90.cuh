@@ -14,7 +14,7 @@ namespace gm {
 template <class S, int D>
 __device__ __forceinline__ void merge_warpgroups(Accumulators<D>& acc, uint8_t* smem, int group, bool some,
                                                  float scale_log2) {
-  const int tid = thread_anew() & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
+  const int tid = threadIdx.x & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
   float4* sums = reinterpret_cast<float4*>(smem + S::kOut) + tid;
   float2* stats = reinterpret_cast<float2*>(smem + S::kSums);
   bar_sync(kBarBoth, 256);
@@ -54,7 +54,7 @@ template <class S, int D>
 __device__ __forceinline__ bool accumulate_part(const AttentionParams& p, const Work& work,
                                                 Accumulators<D>& acc, int warp) {
   const int64_t own = p.unit_count + static_cast<int>(blockIdx.x) * 4 + warp;
-  float4* unit = reinterpret_cast<float4*>(p.units + own * S::kUnit) + (thread_anew() & 31);
+  float4* unit = reinterpret_cast<float4*>(p.units + own * S::kUnit) + (threadIdx.x & 31);
   if (work.part() > 0) {
     const float4 stats = __ldcg(unit + D / 8 * 32);
     const float2 by[2] = {part_factors(stats.x, acc.m[0], p.scale_log2),
@@ -83,7 +83,7 @@ template <typename T, class S, int D>
 __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Work& work,
                                              const Accumulators<D>& acc, uint8_t* smem, int group, int warp) {
   constexpr int kUnit = S::kUnit;
-  const int lane = thread_anew() & 31, step = cdiv(work.rows, 16);
+  const int lane = threadIdx.x & 31, step = cdiv(work.rows, 16);
   if (group == 0) {
     float* unit = p.units + int64_t(work.unit + work.part() * step + warp) * kUnit;
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
   }
   int* last = reinterpret_cast<int*>(smem + S::kTotals) + kLast;
   bar_sync(kBarBoth, 256);
-  if (thread_anew() == 0) {
+  if (threadIdx.x == 0) {
     unsigned* counter = p.counters + kArrivals + work.unit;
     *last = atomic_inc_acq_rel(counter) + 1 == static_cast<unsigned>(work.parts());
     if (*last) *counter = 0;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
   bar_sync(kBarBoth, 256);
   if (!*last) return;
   write_parts<T, D, 3>(
-      p, work.token, work.head, work.rows, work.parts(), thread_anew(), 256, [&](int part, int row) {
+      p, work.token, work.head, work.rows, work.parts(), threadIdx.x, 256, [&](int part, int row) {
         const float* unit = p.units + int64_t(work.unit + part * step + row / 16) * kUnit;
         return PartAddress{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
       });
@@ -119,7 +119,7 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
 template <typename T, class S, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Accumulators<D>& acc,
                                            uint8_t* smem, uint32_t base, int row0) {
-  const int lane = thread_anew() & 31;
+  const int lane = threadIdx.x & 31;
   float by[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                 by[r], row < work.rows, p.head_dim);
   }
   if constexpr (S::kStaging == 0) return;
-  const uint32_t staging = base + S::kOut + (thread_anew() >> 5) * (16 * D * 2);
+  const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
   const uint32_t mine = staging + (lane & 15) * (D * 2);
   __syncwarp();
 #pragma unroll

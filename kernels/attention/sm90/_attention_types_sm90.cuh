@@ -4,9 +4,9 @@
 
 namespace gm {
 
-// kBarOrder: order of the warpgroups' matrix products; kBarGroup: of a warpgroup; each is the first of three, by
+// kBarOrder: order of the warpgroups' matrix products; kBarGroup: of a warpgroup; each is the first of two, by
 // consumer warpgroup. kBarBoth: of both; kBarCopying: of the producer warpgroup.
-enum : int { kBarOrder = 1, kBarGroup = 4, kBarBoth = 7, kBarCopying = 8 };
+enum : int { kBarOrder = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };
 
 }  // namespace gm
 
@@ -14,13 +14,6 @@ enum : int { kBarOrder = 1, kBarGroup = 4, kBarBoth = 7, kBarCopying = 8 };
 #include <type_traits>
 
 namespace gm {
-
-// threadIdx.x, read anew: what is computed from it is not kept in registers through a loop over work tiles.
-__device__ __forceinline__ int thread_anew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
 
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 

@@ -31,6 +31,10 @@
 #ifdef __CUDACC__
 namespace gm {
 
+// Named barriers of a third consumer warpgroup: its turn, and its own.
+enum : int { kBarThirdTurn = 7, kBarThird = 8 };
+__device__ __forceinline__ int turn_of(int group) { return group < 2 ? kBarOrder + group : kBarThirdTurn; }
+
 template <class S>
 struct FlashBars {
   uint32_t base;
@@ -126,7 +130,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count,
     st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16, make_uint4(0, 0, 0, 0));
   }
   fence_proxy_async();
-  bar_sync(kBarGroup + group, 128);
+  bar_sync(group < 2 ? kBarGroup + group : kBarThird, 128);
 }
 
 // Consumer warpgroup 0 or 1: its rows, or its tiles of keys, of every work tile.
@@ -139,10 +143,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   const FlashBars<S> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   constexpr int kGroups = S::kGroups;
-  // Named barriers of the warpgroup's own turn and of the next one's.
-  const auto turn = [&] { return kBarOrder + group; };
   const auto next_turn = [&] {
-    return kBarOrder + (kGroups == 2 ? group ^ 1 : group + 1 < kGroups ? group + 1 : 0);
+    return turn_of(kGroups == 2 ? group ^ 1 : group + 1 < kGroups ? group + 1 : 0);
   };
   if (group == kGroups - 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
   int tile = 0;
@@ -247,7 +249,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       values_landed(i);
     };
     const auto order_wait = [&] {
-      if (!shared) bar_sync(turn(), 256);
+      if (!shared) bar_sync(turn_of(group), 256);
     };
     const auto order_arrive = [&] {
       if (!shared) bar_arrive(next_turn(), 256);
@@ -268,7 +270,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       constexpr int kSlot = decltype(slot)::value, kOther = kSlot ^ 1;
       mbar_wait(bars.k_full(kSlot), parity);
       if constexpr (K::kFence) fence_proxy_async();
-      bar_sync(turn(), 256);
+      bar_sync(turn_of(group), 256);
       wgmma_fence();
       issue_qk(base + S::kK + kSlot * S::kKeyTile);
       mbar_wait(bars.v_full(kOther), kSlot == 0 ? parity ^ 1 : parity);
