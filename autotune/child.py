@@ -107,5 +107,9 @@ def serve(prepare: Callable[[], Callable[[Any], Any]]) -> None:
     os.dup2(2, 1)
     answer = prepare()
     for line in sys.stdin:
-        output.write(json.dumps(answer(json.loads(line))) + "\n")
-        output.flush()
+        text = json.dumps(answer(json.loads(line)))
+        try:
+            output.write(text + "\n")
+            output.flush()
+        except BrokenPipeError:
+            os._exit(1)  # the parent was killed: a traceback would only follow it on its terminal
