@@ -26,6 +26,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.sampling.process_logits import NOTHING, PART
+from gristmill.runtime.bad_words import BadWords
 from gristmill.runtime.batch import columns, send, send_arrays
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.grammars import Grammar, HostGrammar, given_tokens, next_tokens
@@ -147,8 +148,7 @@ class LogitsProcessors:
             stop_ids: tokens that are barred until min_tokens.
             grammar: the grammar of its output.
         """
-        words = [list(word) for word in params.bad_words if not isinstance(word, str) and len(word) > 1]
-        bad = tuple((word[:-1], word[-1]) for word in words)
+        bad = BadWords(word for word in params.bad_words if not isinstance(word, str) and len(word) > 1)
         self._requests[request_id] = ProcessedRequest(
             request_id, params, tokens, prompt_len, tuple(stop_ids), bad, grammar, consumed=prompt_len
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from gristmill.kernels.sampling.process_logits import FED, NOTHING
+from gristmill.runtime.bad_words import BadWords
 from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
 from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.sampling_params import SamplingParams
@@ -35,7 +36,7 @@ class ProcessedRequest:
     tokens: Sequence[int]
     prompt_len: int
     stop_ids: tuple[int, ...]
-    bad_words: tuple[tuple[list[int], int], ...]  # bad words of several tokens: (all but the last, the last)
+    bad_words: BadWords
     grammar: Grammar | None = None
     slot: int | None = None
     counted: int = 0
@@ -115,16 +116,10 @@ class ProcessedRequest:
         after: list[tuple[int, int]] = []
         if len(self.tokens) + pending + len(drafted) - self.prompt_len < self.params.min_tokens:
             banned += self.stop_ids
-        for before, last in self.bad_words:
-            words = before[:-1] if pending else before
-            known = len(words) - len(drafted)
-            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[len(drafted) - len(words) :]
-            if list(end) != words:
-                continue
-            if pending:
-                after.append((before[-1], last))
-            else:
-                banned.append(last)
+        if pending:
+            after += self.bad_words.ended_by_two(self.tokens)
+        else:
+            banned += self.bad_words.ended_by(self.tokens, drafted)
         return banned, after
 
 
