@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
 from gristmill.kernels.native import library_dir
-from tests.kernels.machine_code import TOOLS, cubin_of, images, instructions, opcodes, usage
+from tests.kernels.machine_code import TOOLS, cubin_of, images, instructions, loops, opcodes, usage
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
@@ -25,17 +26,21 @@ STACK_ON_RECORD = {
     "experts_quantize_token_fp16": 8,
     "linear_gemm_ws": 16,
     "paged_attention_codes_d128": 16,
-    "paged_attention_codes_d128_any_cap": 120,
+    "paged_attention_codes_d128_any_cap": 112,
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
-    **{f"paged_attention_{x}_d256": 192 for x in ("bf16", "fp16")},
+    **{f"paged_attention_{x}_d128_boxes_cap": 80 for x in ("bf16", "fp16")},
+    **{f"paged_attention_{x}_d256_boxes": 280 for x in ("bf16", "fp16")},
+    **{f"paged_attention_{x}_d256_boxes_cap": 272 for x in ("bf16", "fp16")},
+    **{f"paged_prompts_{x}_d64": 80 for x in ("bf16", "fp16")},
+    **{f"varlen_attention_{x}_d192_d128": 56 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d{d}_rows16_cap": 8 for x in ("bf16", "fp16") for d in (80, 96)},
     "sample_again_": 64,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
-"""Bytes of stack allowed, by the start of a kernel's name; 0 for all others."""
+"""Bytes of stack allowed, by the start of a kernel's name, of which the longest one counts; 0 for all others."""
 WEIGHT_ONLY = re.compile("linear_(decode|gemm)_")
 
 pytestmark = pytest.mark.skipif(
@@ -59,7 +64,7 @@ def resources() -> dict[Path, tuple[tuple[str, int, int], ...]]:
 
 def allowed(name: str) -> int:
     """Returns the bytes of stack that a kernel may use."""
-    return max((size for start, size in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
+    return STACK_ON_RECORD.get(max(filter(name.startswith, STACK_ON_RECORD), key=len, default=""), 0)
 
 
 SOME = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
@@ -158,10 +163,77 @@ def test_8_bit_products(step: int) -> None:
         assert integers or len(re.findall("FFMA|FADD", inner)) >= int(name.split("x")[1]) // 2, name
 
 
+EXPONENTIAL, CONVERSION = "MUFU.EX2", "F2FP"
+
+
+def pair_steps(name: str, text: str, scores: int, values: int) -> list[list[str]]:
+    """Returns what the two steps of a kernel's loop over pairs of tiles do while products run: the instructions from the last product of
+    a step's values to the first one of the next step's scores.
+
+    scores, values: products of a tile.
+    """
+    pairs = []
+    for loop in loops(text):
+        kinds = "".join("sv"["tnspB" in line] for line in loop if "HGMMA" in line)
+        if kinds == 2 * (scores * "s" + values * "v"):
+            pairs.append(2 * loop)  # the second step's end is in front of the first one
+    assert len(pairs) == 1, f"{name}: {len(pairs)} loops over pairs of tiles"
+    products = [at for at, line in enumerate(pairs[0]) if "HGMMA" in line]
+    spans = [
+        pairs[0][last:first]
+        for last, first in pairwise(products)
+        if "tnspB" in pairs[0][last] and "tnspB" not in pairs[0][first]
+    ]
+    return spans[:2]
+
+
+def places(lines: list[str], word: str) -> list[int]:
+    """Returns the indices of the lines that have `word`."""
+    return [at for at, line in enumerate(lines) if word in line]
+
+
+def check_pairs(name: str, text: str, scores: int, values: int, behind: int = 16, late: int = 0) -> None:
+    """Both steps of the loop over pairs compute the exponentials of a tile of 128 keys during the products, and spill nothing. The
+    products of the values are waited for behind part of the exponentials; the others hide what rescales, and weights are converted
+    before the next turn.
+
+    behind: exponentials after the wait, at least.
+    late: steps of which ptxas has put rescaling, and part of the conversion, behind the wait for the next turn.
+    """
+    found = 0
+    for step in pair_steps(name, text, scores, values):
+        assert not re.search("LDL|STL", "\n".join(step)), f"{name}: spills in pairs"
+        exponentials = places(step, EXPONENTIAL)
+        assert len(exponentials) >= 64, f"{name}: {len(exponentials)} exponentials in a step"
+        (wait,) = places(step, "gsb0, 0x0")
+        assert exponentials[15] < wait < exponentials[-behind], (
+            f"{name}: the wait is not among the exponentials"
+        )
+        (turn,) = places(step, "BAR.SYNC")
+        conversions = places(step, CONVERSION)
+        assert len(conversions) == 128 // 4, f"{name}: {len(conversions)} conversions in a step"
+        rescales = [at for at in places(step, "FMUL") if wait < at < exponentials[-1]]
+        # A thread rescales half as many sums as a value has elements: at least half of them during exponentials.
+        found += conversions[-1] > turn or len(rescales) < wide(name) // 4
+    assert found == late, f"{name}: {found} steps rescale or convert late"
+
+
+def wide(name: str) -> int:
+    """Returns the elements of a value."""
+    return int(re.findall(r"_d(\d+)", name)[-1])
+
+
+def waits_for_scores(text: str) -> list[int]:
+    """Returns the exponentials from each wait for scores alone to the next one for all products, in the order of the code: of a loop
+    over pairs, if there is one, and last of the general one."""
+    parts = text.split("gsb0, 0x1")[1:]
+    return [part[: part.index("gsb0, 0x0")].count(EXPONENTIAL) for part in parts]
+
+
 @SOME
 def test_attention(step: int) -> None:
     """Every instance is present and without spills; products wait neither for each other nor for the
-    exponentials of the previous tile."""
+    exponentials of the previous tile. All kernels but those over codes take tiles without masks in pairs."""
     usage = [
         row
         for rows in resources().values()
@@ -179,19 +251,37 @@ def test_attention(step: int) -> None:
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name, text in bodies(names, step).items():
         keys = 128 // 16  # steps per tile of values; scores take one per 16 elements of a head
-        scores = int(name.split("_d")[1].split("_")[0]) // 16
-        # Scores and values, each for the first or last tile and in the loop.
-        assert len(re.findall("HGMMA", text)) == 2 * (scores + keys), name
+        scores = wide(name) // 16
+        codes, capped = "codes" in name, name.endswith("_cap")
+        # Scores and values, each for the first or last tile, in the general loop, and twice in the one over pairs.
+        assert len(re.findall("HGMMA", text)) == (2 if codes else 4) * (scores + keys), name
         assert ("UTMALDG.4D" in text) == ("boxes" in name), f"{name}: pages as boxes"
         assert ("LDGSTS" in text) == ("boxes" not in name), f"{name}: pages by rows"
-        assert ("F2FP.F16.E4M3" in text) == ("codes" in name), f"{name}: codes become fp16"
+        assert ("F2FP.F16.E4M3" in text) == codes, f"{name}: codes become fp16"
         assert "USETMAXREG" in text and (allowed(name) or not re.search("LDL|STL", text)), name
-        loop = text[text.index("gsb0, 0x1") :]
-        wait = loop.index("gsb0, 0x0")
-        exponentials = 128 if name.endswith("_cap") else 64
-        assert len(re.findall("MUFU.EX2", loop[:wait])) >= exponentials, (
-            f"{name}: exponentials wait for the values"
-        )
+        spans = waits_for_scores(text)
+        assert len(spans) == (1 if codes else 3), name
+        assert spans[-1] >= (128 if capped else 64), f"{name}: exponentials wait for the values"
+        if capped and not codes:
+            spans = [len(places(part, EXPONENTIAL)) for part in pair_steps(name, text, scores, keys)]
+            assert min(spans) >= 128, f"{name}: exponentials outside of products"
+        elif not codes:
+            check_pairs(name, text, scores, keys)
+
+
+def test_attention_of_prompts() -> None:
+    """Three warpgroups that multiply leave 128 registers per thread; nothing is spilled in the loop over pairs of tiles."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_prompts_")]
+    names = {f"paged_prompts_{x}_d64" for x in ("bf16", "fp16")}
+    assert {name for name, _, _ in usage} == names
+    assert all(registers == 128 and stack <= allowed(name) for name, registers, stack in usage), usage
+    for name, text in bodies(names).items():
+        scores, keys = 64 // 16, 128 // 16
+        assert len(re.findall("HGMMA", text)) == 4 * (scores + keys), name
+        assert "UTMALDG.4D" in text and "USETMAXREG" in text and "LDGSTS" not in text, name
+        spans = waits_for_scores(text)
+        assert len(spans) == 3 and spans[-1] >= 64, f"{name}: exponentials wait for the values"
+        check_pairs(name, text, scores, keys)
 
 
 def test_latent_attention() -> None:
@@ -237,7 +327,7 @@ def test_decode_attention(step: int) -> None:
 
 
 def test_wide_attention() -> None:
-    """Every instance is present; three words at most are spilled between products, which do not wait for the exponentials of the previous tile."""
+    """Every instance is present; six words at most are spilled between products, which do not wait for the exponentials of the previous tile."""
     usage = [
         row for rows in resources().values() for row in rows if re.match("paged_attention_.*_d256", row[0])
     ]
@@ -245,19 +335,23 @@ def test_wide_attention() -> None:
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name, text in bodies(names).items():
-        # Scores of 256 elements and values of 64 keys in two halves, each for the first or last tile and in the loop.
-        assert len(re.findall("HGMMA", text)) == 2 * (256 // 16 + 2 * 64 // 16), name
+        # Scores of 256 elements and values of 64 keys in two halves, each for the first or last tile, in the general loop, and twice in
+        # the one over pairs.
+        scores, values = 256 // 16, 2 * 64 // 16
+        assert len(re.findall("HGMMA", text)) == 4 * (scores + values), name
         assert "UTMALDG.4D" in text and "USETMAXREG" in text, name
-        assert len(re.findall("STL", text[text.index("HGMMA") : text.rindex("HGMMA")])) <= 3, name
-        shared = [
-            part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part
-        ]
-        spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
-        assert max(spans) >= 32, f"{name}: exponentials wait for the values"
+        assert len(re.findall("STL", text[text.index("HGMMA") : text.rindex("HGMMA")])) <= 6, name
+        exponentials = 64 if name.endswith("_cap") else 32
+        spans = waits_for_scores(text)
+        assert len(spans) == 3 and min(spans) >= exponentials, f"{name}: exponentials wait for the values"
+        for step in pair_steps(name, text, scores, values):
+            (turn,) = places(step, "BAR.SYNC")
+            assert len(places(step[:turn], CONVERSION)) == 64 // 4, f"{name}: weights are converted late"
 
 
 def test_varlen_attention() -> None:
-    """Every instance is present, without a stack; products do not wait for the exponentials of the previous tile."""
+    """Every instance is present, and without a stack but for heads of 192 without a window; products do not wait for the exponentials of
+    the previous tile."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("varlen_")]
     heads, types = ((192, 128), (128, 128), (64, 64)), ("bf16", "fp16")
     names = {f"varlen_attention_{x}_d{dim}_d{wide}" for x in types for dim, wide in heads[:2]}
@@ -266,14 +360,16 @@ def test_varlen_attention() -> None:
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name, text in bodies(names).items():
         dim = int(name.split("_")[3][1:])
-        # Scores and values of 128 keys, each for the first or last tile and in the loop.
-        assert len(re.findall("HGMMA", text)) == 2 * (dim // 16 + 128 // 16), name
+        # Scores and values of 128 keys, each for the first or last tile, in the general loop, and twice in the one over pairs.
+        scores, keys = dim // 16, 128 // 16
+        assert len(re.findall("HGMMA", text)) == 4 * (scores + keys), name
         assert "UTMALDG.3D" in text and "USETMAXREG" in text, name
-        shared = [
-            part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part
-        ]
-        spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
-        assert max(spans) >= 64, f"{name}: exponentials wait for the values"
+        spans = waits_for_scores(text)
+        assert len(spans) == 3 and spans[-1] >= 64, f"{name}: exponentials wait for the values"
+        if "window" in name:
+            check_pairs(name, text, scores, keys)
+        else:  # here ptxas sees that the branch between the steps is never taken
+            check_pairs(name, text, scores, keys, behind=12, late=1)
 
 
 def test_dense_decode() -> None:
