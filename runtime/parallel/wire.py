@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.bad_words import BadWords
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.grammars import Grammar, HostGrammar, next_tokens
 from gristmill.runtime.logits_processors import LogitsProcessors
@@ -138,8 +139,9 @@ class Sender:
         """Process the request's rows from now on; as `LogitsProcessors.add`. A grammar stays here."""
         self._processed[request_id] = Processed(params, tokens, prompt_len, stop_ids, grammar is not None)
         if grammar is not None:
+            none = BadWords(())
             self._grammars[request_id] = ProcessedRequest(
-                request_id, params, tokens, prompt_len, tuple(stop_ids), (), grammar, consumed=prompt_len
+                request_id, params, tokens, prompt_len, tuple(stop_ids), none, grammar, consumed=prompt_len
             )
 
     def remove(self, request_id: str) -> None:
