@@ -14,6 +14,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,36 +69,42 @@ def measure(llm: LLM, context: int, batch: int, tokens: int, rounds: int) -> dic
 
 
 def rows_of(
-    name: str, folder: Path, contexts: list[int], batch: int, tokens: int, rounds: int, device: str
-) -> list[dict[str, Any]]:
-    """A row for each layout and context."""
-    rows = []
-    for layout, options in LAYOUTS.items():
-        size = BLOCK * (2 if "context_parallel" in options else 1)
-        blocks = batch * (-(-(max(contexts) + tokens + 2) // size) + 1)
-        llm = LLM(folder, device=device, num_blocks=blocks, max_seqs=batch, async_steps=False, **options)
-        try:
-            status = llm.engine.status()
-            for context in contexts:
-                row = measure(llm, context, batch, tokens, rounds)
-                rows.append(
-                    {
-                        "model": name,
-                        "layout": layout,
-                        "context": context,
-                        "batch": batch,
-                        "cache_bytes": status.cache_bytes,
-                        **row,
-                    }
-                )
-        finally:
-            llm.close()
-    return rows
+    name: str,
+    folder: Path,
+    layout: str,
+    contexts: list[int],
+    batch: int,
+    tokens: int,
+    rounds: int,
+    device: str,
+) -> Iterator[dict[str, Any]]:
+    """A row of a layout for each context, as soon as it is measured."""
+    options = LAYOUTS[layout]
+    size = BLOCK * (2 if "context_parallel" in options else 1)
+    blocks = batch * (-(-(max(contexts) + tokens + 2) // size) + 1)
+    llm = LLM(folder, device=device, num_blocks=blocks, max_seqs=batch, async_steps=False, **options)
+    try:
+        status = llm.engine.status()
+        for context in contexts:
+            row = measure(llm, context, batch, tokens, rounds)
+            yield {
+                "model": name,
+                "layout": layout,
+                "context": context,
+                "batch": batch,
+                "cache_bytes": status.cache_bytes,
+                **row,
+            }
+    finally:
+        llm.close()
 
 
 @click.command()
 @click.option(
     "--model", "models", multiple=True, default=("gqa", "mla"), show_default=True, help="Several times."
+)
+@click.option(
+    "--layout", "layouts", multiple=True, type=click.Choice([*LAYOUTS]), help="Only this one. Several times."
 )
 @click.option(
     "--contexts", default="8192,65536", show_default=True, metavar="N,...", help="Tokens of prompts."
@@ -109,6 +116,7 @@ def rows_of(
 @click.option("--out", type=click.Path(path_type=Path), help="Write the rows to this JSON file.")
 def main(
     models: tuple[str, ...],
+    layouts: tuple[str, ...],
     contexts: str,
     batch: int,
     tokens: int,
@@ -118,7 +126,9 @@ def main(
 ) -> None:
     """Prompts and decode steps of long contexts over two ranks."""
     command = f"python -m lab.context_parallel --contexts {contexts} --batch {batch} --tokens {tokens} --rounds {rounds} --device {device}"
-    command += "".join(f" --model {name}" for name in models)
+    command += "".join(f" --model {name}" for name in models) + "".join(
+        f" --layout {name}" for name in layouts
+    )
     rows: list[dict[str, Any]] = []
     lengths = [int(length) for length in contexts.split(",")]
     for name in models:
@@ -127,10 +137,16 @@ def main(
             if name in MODELS:
                 shape, changes = MODELS[name]
                 folder = random_model(shape, Path(scratch), **changes)
-            rows += rows_of(name, folder, lengths, batch, tokens, rounds, device)
-        if out is not None:  # after each, so that an interrupted run keeps its results
-            about = environment(place(device).target, command)
-            write_result(out, {"about": about, "rows": rows})
+            for layout in layouts or LAYOUTS:
+                for row in rows_of(name, folder, layout, lengths, batch, tokens, rounds, device):
+                    rows.append(row)
+                    print(
+                        f"{name} {layout} {row['context']}: {row['prompts_s']:.2f} s, {row['step_s'] * 1e3:.2f} ms",
+                        flush=True,
+                    )
+                    if out is not None:  # after each, so that an interrupted run keeps its results
+                        about = environment(place(device).target, command)
+                        write_result(out, {"about": about, "rows": rows})
     console.table(
         f"{batch} prompts at once",
         ["model", "layout", "context", "prompts, s", "step, ms", "caches, MB"],
