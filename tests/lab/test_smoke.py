@@ -254,7 +254,8 @@ def test_a_program_for_ranks_on_one_device(
     assert not end.value.code
     [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["layout"] == "one" and row["context"] == 40 and row["prompts_s"] > 0
-    assert len(row["step_samples_s"]) == 1  # of two steps here, a difference of times that may be less than their noise
+    # A step of two is a difference of times here, which may be less than their noise.
+    assert len(row["step_samples_s"]) == 1
 
 
 def test_programs_start_from_the_checkout() -> None:
