@@ -1,19 +1,26 @@
 """The machine code of the CUDA libraries, read without a GPU by tools that come with Triton.
 
 A library holds one image per source, in the order of linking, which is that of the sources' names: fatbins, in which nvcc 13 compresses
-cubins and PTX, or without it plain cubins and plain PTX.
+cubins and PTX, or without it plain cubins and plain PTX. What a tool makes of a file is kept by the content of both, as the build keeps
+cubins: another run reads it, also in another clone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Collection
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -50,10 +57,63 @@ needs_assembler = pytest.mark.skipif(
 )
 
 
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gristmill" / "machine_code"
+DAYS = 60
+"""After so many days without use a result is removed."""
+
+
+def kept(words: Sequence[object], content: bytes, make: Callable[[], bytes]) -> bytes:
+    """What `make` returns, or returned for the same words, which name a tool and its options, and the same content of its input."""
+    said = "\0".join(map(str, (*words, hashlib.sha256(content).hexdigest())))
+    file = KEPT / hashlib.sha256(said.encode()).hexdigest()
+    with suppress(OSError, zlib.error):
+        made = zlib.decompress(file.read_bytes())
+        os.utime(file)
+        return made
+    made = make()
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=KEPT, delete=False) as part:
+            part.write(zlib.compress(made, 1))
+        os.rename(part.name, file)
+        for old in KEPT.iterdir():
+            if old.stat().st_mtime < time.time() - DAYS * 86400:
+                old.unlink()
+    return made
+
+
 def ask(tool: str, *arguments: object, folder: Path | None = None) -> str:
     """The output of a tool of triton's."""
     command = [str(TOOLS and TOOLS / tool), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+
+
+def listing(tool: str, *options: str, of: Path) -> str:
+    """What a tool of triton's prints about a file."""
+    words = (tool, version("triton"), *options)
+    return kept(words, of.read_bytes(), lambda: ask(tool, *options, of).encode()).decode()
+
+
+@cache
+def _nvcc() -> str:
+    return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def compiled(source: Path, out: Path, *flags: str, folders: Sequence[Path] = ()) -> Path:
+    """The file `out` that nvcc compiles a CUDA source or PTX to, with headers in some folders."""
+    include = [text for folder in folders for text in ("-I", str(folder))]
+    content = source.read_bytes()
+    if source.suffix == ".cu":  # as cmake/cached.cmake: without comments and the places of files
+        given = [flag for flag in flags if flag not in ("-cubin", "-ptx")]
+        command = ["nvcc", *given, *include, "-E", "-Xcompiler", "-P", str(source)]
+        content = subprocess.run(command, capture_output=True, check=True).stdout
+
+    def make() -> bytes:
+        subprocess.run(["nvcc", *flags, *include, "-o", str(out), str(source)], check=True)
+        return out.read_bytes()
+
+    out.write_bytes(kept((_nvcc(), source.suffix, *flags), content, make))
+    return out
 
 
 @cache
@@ -81,7 +141,8 @@ def images(library: Path) -> tuple[Path, ...]:
 def usage(image: Path) -> tuple[tuple[str, int, int], ...]:
     """Name, registers and stack bytes of the kernels in an image."""
     found = re.findall(
-        r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+)", ask("cuobjdump", "--dump-resource-usage", image)
+        r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+)",
+        listing("cuobjdump", "--dump-resource-usage", of=image),
     )
     return tuple((name, int(registers), int(stack)) for name, registers, stack in found)
 
@@ -136,7 +197,7 @@ def instructions(image: Path, names: Collection[str]) -> dict[str, str]:
     """
     cubin = cubin_of(image)
     chosen = ",".join(str(cubin.indices[name]) for name in names)
-    texts = by_kernel(ask("nvdisasm", "-c", "-ndf", "-fun", chosen, cubin.path))
+    texts = by_kernel(listing("nvdisasm", "-c", "-ndf", "-fun", chosen, of=cubin.path))
     return {name: texts[name] for name in names}
 
 
@@ -200,9 +261,7 @@ def assembled_of(
     path: Path, arch: str, kernels: Collection[str]
 ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """The same of a file of PTX."""
-    cubin = Path(tempfile.mkdtemp()) / "out.cubin"
-    chosen = [f"-Xptxas=--entry={name}" for name in kernels]
-    command = ["nvcc", "-cubin", f"-arch={arch}", *chosen, "-o", str(cubin), str(path)]
-    subprocess.run(command, check=True)
+    entries = (f"-Xptxas=--entry={name}" for name in kernels)
+    cubin = compiled(path, Path(tempfile.mkdtemp()) / "out.cubin", "-cubin", f"-arch={arch}", *entries)
     used = {name: (registers, stack) for name, registers, stack in usage(cubin)}
-    return used, by_kernel(ask("nvdisasm", "-c", "-ndf", cubin))
+    return used, by_kernel(listing("nvdisasm", "-c", "-ndf", of=cubin))

@@ -17,7 +17,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.linear.frag16_sm80.formats import FORMATS, Format
 from gristmill.quant import QuantTensor, numeric, pack
 from gristmill.quant.layouts.w4_frag16_v1 import groups_per_tile
-from tests.kernels import ptx_on_cpu
+from tests.kernels import machine_code, ptx_on_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels/linear/frag16_sm80"
@@ -41,19 +41,21 @@ def text() -> str:
     return "\n".join(parts)
 
 
-def compiled(folder: Path, arch: str, *flags: str) -> Path:
+def ptx_of(folder: Path, arch: str, *flags: str) -> Path:
     """The path of their PTX."""
-    (folder / "decoders.cu").write_text(text(), encoding="utf-8")
-    headers = [f"-I{path}" for path in (ROOT / "kernels", ROOT / "kernels/_native", Path(__file__).parent)]
-    command = ["nvcc", "-std=c++20", "-O3", f"-arch={arch}", "-ptx", *flags, *headers, "decoders.cu"]
-    subprocess.run(command, check=True, cwd=folder)
-    return folder / "decoders.ptx"
+    source, folders = (
+        folder / "decoders.cu",
+        (ROOT / "kernels", ROOT / "kernels/_native", Path(__file__).parent),
+    )
+    source.write_text(text(), encoding="utf-8")
+    options = ("-std=c++20", "-O3", f"-arch={arch}", "-ptx", *flags)
+    return machine_code.compiled(source, folder / "decoders.ptx", *options, folders=folders)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The bodies of the kernels by name."""
-    return ptx_on_cpu.kernels(compiled(tmp_path_factory.mktemp("ptx"), "compute_80").read_text())
+    return ptx_on_cpu.kernels(ptx_of(tmp_path_factory.mktemp("ptx"), "compute_80").read_text())
 
 
 def factored(shape: tuple[int, ...], signed: bool, generator: torch.Generator) -> torch.Tensor:
@@ -190,5 +192,5 @@ def test_a_changed_bit_would_show(kernels: dict[str, str]) -> None:
 
 
 def test_those_of_fp16_are_code_for_turing(tmp_path: Path) -> None:
-    path = compiled(tmp_path, "compute_75", "-DGM_FP16_ONLY")
+    path = ptx_of(tmp_path, "compute_75", "-DGM_FP16_ONLY")
     subprocess.run(["ptxas", "-arch=sm_75", "-o", tmp_path / "out.cubin", path], check=True)

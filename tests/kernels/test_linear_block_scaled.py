@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from gristmill.kernels.linear.block_scaled_sm120.shapes import SHAPES
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES, MOST_SHARED
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
-from tests.kernels.machine_code import TOOLS, ask, by_kernel, library_of, usage
+from tests.kernels.machine_code import TOOLS, by_kernel, compiled, library_of, listing, usage
 from tests.quant.oracle import round_trip
 from tests.quant.test_activations import expected, tokens
 
@@ -245,13 +244,11 @@ def test_the_launcher_refuses_other_weights(format: str) -> None:
     run(0)  # no rows: nothing to do, and no device asked
 
 
-def compiled(stem: str, *flags: str, folder: Path = SOURCES) -> Path:
+def cubin_of(stem: str, *flags: str, folder: Path = SOURCES) -> Path:
     """The cubin of a source."""
     cubin = Path(tempfile.mkdtemp()) / f"{stem}.cubin"
-    include = ["-I", str(SOURCES.parents[1] / "_native"), "-I", str(SOURCES.parents[1]), "-I", str(folder)]
-    command = ["nvcc", "-cubin", "-std=c++20", "-O3", *flags, *include, "-o", str(cubin)]
-    subprocess.run([*command, str(folder / f"{stem}.cu")], check=True)
-    return cubin
+    folders = (SOURCES.parents[1] / "_native", SOURCES.parents[1], folder)
+    return compiled(folder / f"{stem}.cu", cubin, "-cubin", "-std=c++20", "-O3", *flags, folders=folders)
 
 
 INSTRUCTIONS = {
@@ -276,13 +273,13 @@ FORMATS_AND_TARGETS = [
 @needs_tools
 @pytest.mark.parametrize(("format", "arch"), FORMATS_AND_TARGETS)
 def test_machine_code(format: str, arch: str) -> None:
-    check_tiles(format, compiled(f"_linear_{format}_sm120f", f"-arch={arch}"), "block_scaled")
+    check_tiles(format, cubin_of(f"_linear_{format}_sm120f", f"-arch={arch}"), "block_scaled")
 
 
 def check_tiles(format: str, cubin: Path, prefix: str) -> None:
     """The machine code of the kernels `prefix`_<rows>x<warps>: nothing spills, and a slot is multiplied, read and copied once."""
     used = {name: (registers, stack) for name, registers, stack in usage(cubin)}
-    code, steps = by_kernel(ask("nvdisasm", "-c", "-ndf", cubin)), 2 if format != "mxfp8" else 4
+    code, steps = by_kernel(listing("nvdisasm", "-c", "-ndf", of=cubin)), 2 if format != "mxfp8" else 4
     assert len(used) == len(SHAPES[format])
     for shape in SHAPES[format]:
         name = f"{prefix}_{shape.mt}x{shape.warps}"
@@ -298,7 +295,7 @@ def check_tiles(format: str, cubin: Path, prefix: str) -> None:
 @needs_tools
 @pytest.mark.slow
 def test_machine_code_of_the_quantizer() -> None:
-    cubin = compiled("_quantize_blocks_sm120f", "-arch=sm_120f")
+    cubin = cubin_of("_quantize_blocks_sm120f", "-arch=sm_120f")
     assert len(usage(cubin)) == 10
     for name, registers, stack in usage(cubin):
         assert stack == 0 and registers * 256 * 6 <= 65536, (name, registers, stack)
@@ -309,6 +306,6 @@ def test_machine_code_of_the_quantizer() -> None:
 @pytest.mark.parametrize(("format", "arch"), [("mxfp8", "sm_90"), ("nvfp4", "sm_89"), ("mxfp4", "sm_90")])
 def test_the_same_source_compiles_with_other_instructions_for_other_gpus(format: str, arch: str) -> None:
     """What surrounds the one instruction can then be run there (tests/gpu/test_linear_block_scaled.py)."""
-    cubin = compiled(f"_linear_{format}_sm120f", f"-arch={arch}", "-DGM_BLOCK_SCALE_BY_BF16")
-    text = ask("nvdisasm", "-c", "-ndf", cubin)
+    cubin = cubin_of(f"_linear_{format}_sm120f", f"-arch={arch}", "-DGM_BLOCK_SCALE_BY_BF16")
+    text = listing("nvdisasm", "-c", "-ndf", of=cubin)
     assert "HMMA.16816.F32.BF16" in text and "MMA.SF" not in text

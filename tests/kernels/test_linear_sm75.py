@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from gristmill.kernels.linear.frag16_sm80.formats import FORMATS, Format, format
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES, workspace_of
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
+from tests.kernels import machine_code
 from tests.kernels.machine_code import (
     assembled_of,
     entries_of,
@@ -245,10 +245,9 @@ def compiled(template: Path, form: Format, folder: Path) -> Path:
     assert "@" not in text
     source = folder / template.name.removesuffix(".in")
     source.write_text(text, encoding="utf-8")
-    include = [f"-I{path}" for path in (ROOT / "kernels/_native", ROOT / "kernels", template.parent)]
-    command = ["nvcc", "-std=c++20", "-O3", "-arch=compute_75", "-ptx", *include, source.name]
-    subprocess.run(command, check=True, cwd=folder)
-    return source.with_suffix(".ptx")
+    folders = (ROOT / "kernels/_native", ROOT / "kernels", template.parent)
+    options = ("-std=c++20", "-O3", "-arch=compute_75", "-ptx")
+    return machine_code.compiled(source, source.with_suffix(".ptx"), *options, folders=folders)
 
 
 def quick(*names: str) -> list[object]:

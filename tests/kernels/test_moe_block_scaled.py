@@ -23,11 +23,11 @@ from gristmill.kernels.moe.moe.block_scaled_sm120 import shapes, spec
 from gristmill.kernels.moe.moe.block_scaled_sm120.args import ARGS
 from gristmill.quant import QuantTensor, pack, quantize
 from tests.calls import make_call
-from tests.kernels.machine_code import ask
+from tests.kernels.machine_code import listing
 from tests.kernels.test_linear_block_scaled import (
     FORMATS_AND_TARGETS,
     check_tiles,
-    compiled,
+    cubin_of,
     needs_library,
     needs_tools,
 )
@@ -268,7 +268,7 @@ def test_workspace_is_what_the_launcher_takes(format: str) -> None:
 @pytest.mark.parametrize(("format", "arch"), FORMATS_AND_TARGETS)
 def test_machine_code(format: str, arch: str) -> None:
     """The tiles are those of linear."""
-    cubin = compiled(f"_grouped_{format}_sm120f", f"-arch={arch}", folder=SOURCES)
+    cubin = cubin_of(f"_grouped_{format}_sm120f", f"-arch={arch}", folder=SOURCES)
     check_tiles(format, cubin, "grouped_block")
 
 
@@ -278,5 +278,6 @@ def test_machine_code(format: str, arch: str) -> None:
 def test_the_same_source_compiles_with_other_instructions_for_other_gpus(format: str, arch: str) -> None:
     """What surrounds the one instruction can then be run there (tests/gpu/test_moe_block_scaled.py)."""
     flags = (f"-arch={arch}", "-DGM_BLOCK_SCALE_BY_BF16")
-    text = ask("nvdisasm", "-c", "-ndf", compiled(f"_grouped_{format}_sm120f", *flags, folder=SOURCES))
+    cubin = cubin_of(f"_grouped_{format}_sm120f", *flags, folder=SOURCES)
+    text = listing("nvdisasm", "-c", "-ndf", of=cubin)
     assert "HMMA.16816.F32.BF16" in text and "MMA.SF" not in text
