@@ -107,8 +107,16 @@ def layers(llm: Any, engine: str) -> list[dict[str, Any]]:
     """What runs on gristmill, per layer."""
     if "quantization" not in ENGINES[engine]:
         return []
-    found: list[dict[str, Any]] = llm.collective_rpc("gristmill_explain")[0]
-    return found
+    return alike(llm.collective_rpc("gristmill_explain")[0])
+
+
+def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that differ in their name alone as one, with the name of the first and how many there are (`count`)."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        kind = json.dumps({name: value for name, value in row.items() if name != "name"}, sort_keys=True)
+        found.setdefault(kind, row | {"count": 0})["count"] += 1
+    return [*found.values()]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

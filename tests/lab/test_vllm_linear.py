@@ -83,6 +83,18 @@ def test_an_engine_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no engine other; known: vllm, gristmill" in capsys.readouterr().err
 
 
+def test_layers_alike_are_one_row() -> None:
+    rows = [
+        {"name": "0.qkv", "taken": True},
+        {"name": "0.out", "taken": False},
+        {"name": "1.qkv", "taken": True},
+    ]
+    assert vllm_linear.alike(rows) == [
+        {"name": "0.qkv", "taken": True, "count": 2},
+        {"name": "0.out", "taken": False, "count": 1},
+    ]
+
+
 def test_layers_are_repeated(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
