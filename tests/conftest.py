@@ -6,9 +6,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import ssl
 import sys
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +72,13 @@ def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Clients of HTTP share one context of TLS per file of certificates: to make one takes 25 ms, for every `httpx.get`."""
+    with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -27,12 +27,13 @@ ASK = {"prompt": [1, 2, 3], "max_tokens": 4}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Until it holds; TimeoutError."""
-    deadline = time.monotonic() + seconds
+    """Until it holds; TimeoutError. What takes long is asked for less often, since a question keeps a server busy that starts."""
+    deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(0.1, 1.2 * pause)
 
 
 def test_keys_are_asked_for_and_read_again(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
