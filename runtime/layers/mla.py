@@ -62,14 +62,15 @@ class HeadProducts:
             self.weight = [weight.contiguous()]
         plans.own(*self.weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x, of any strides -> a view of heads by tokens."""
+    def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
+        """x [tokens, heads, k] -> out [tokens, heads, n], both of any strides."""
         rows = x.transpose(0, 1)
         if self.plan is None:
-            return torch.bmm(rows, self.weight[0]).transpose(0, 1)
+            torch.bmm(rows, self.weight[0], out=out.transpose(0, 1))
+            return out
         tokens = x.shape[0]
         ends = torch.arange(0, self.heads * tokens + 1, max(tokens, 1), dtype=torch.int32, device=x.device)
-        out = x.new_empty(self.heads * tokens, self.n)
+        products = x.new_empty(self.heads * tokens, self.n)
         self.plan(
             rows.contiguous().view(self.heads * tokens, self.k),
             self.weight,
@@ -79,9 +80,9 @@ class HeadProducts:
             False,
             self.n,
             *NO_EPILOGUE,
-            out=out,
+            out=products,
         )
-        return out.view(self.heads, tokens, self.n).transpose(0, 1)
+        return out.copy_(products.view(self.heads, tokens, self.n).transpose(0, 1))
 
     def of_all(self, x: Tensor, heads: slice, *, out: Tensor, transposed: bool = False) -> None:
         """x [rows, k] times the matrices of some heads, into out [rows, heads, n] of any strides; transposed, x [rows, n] into [rows, heads, k].
@@ -227,15 +228,19 @@ class LatentAttention:
                 out=out,
             )
 
-        return self.to_values(attention(self._latent_queries(q), shard, attend)).contiguous()
+        return self._values(attention(self._latent_queries(q), shard, attend))
 
     def _latent_queries(self, q: Tensor) -> Tensor:
         """q [tokens, heads, qk_dim] -> [tokens, heads, latent_dim], with the projection of the keys."""
         mla = self.mla
         query = q.new_empty(q.shape[0], self.heads, mla.latent_dim)
-        query[..., : mla.kv_lora_rank] = self.to_latent(q[..., : mla.nope_dim])
+        self.to_latent(q[..., : mla.nope_dim], out=query[..., : mla.kv_lora_rank])
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
         return query
+
+    def _values(self, attended: Tensor) -> Tensor:
+        """attended [tokens, heads, kv_lora_rank] -> [tokens, heads, v_dim], contiguous."""
+        return self.to_values(attended, out=attended.new_empty(*attended.shape[:2], self.mla.v_dim))
 
     def _absorbed(self, q: Tensor, sequences: Sequences, cache: Tensor) -> Tensor:
         """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with all keys and values from the cache."""
@@ -255,7 +260,7 @@ class LatentAttention:
             self.plans.workspace(self.attend, tokens),
             out=out,
         )
-        return self.to_values(out).contiguous()
+        return self._values(out)
 
     def _expanded(self, q: Tensor, latent: Tensor, sequences: Expanded, cache: Tensor) -> Tensor:
         """The same from keys and values of every token of the contexts: of some heads at a time where all of them would take much more
