@@ -114,6 +114,8 @@ class Kernel:
     misfit: ``misfit(problem, config)`` -> None, or why the launcher refuses `config` for `problem`, which it accepts with another
         configuration: what the launcher checks of sizes and configuration together. A configuration is verified on a smaller
         problem than it was chosen for, and a tuned one may serve other sizes of the dynamic axes; both ask this first.
+    estimate: microseconds of the best configuration by a cost model. estimate_config: of one configuration, by the same model; with it, a
+        problem that was not measured takes of the near ones' configurations the one that is best for its own sizes.
     sources: ``sources(problem)`` -> the native sources that a launch runs, by file name without suffix, as far as they are
         marked rare: a build may leave them out (cmake/cuda.cmake).
     layouts: names of the weight layouts it reads, for operations with packed weights.
@@ -141,6 +143,7 @@ class Kernel:
     misfit: Callable[[Problem, Config], str | None] = fits_every_problem
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
     estimate: Callable[[Problem, Target], float | None] | None = None
+    estimate_config: Callable[[Problem, Config, Target], float | None] | None = None
     sources: Callable[[Problem], tuple[str, ...]] = no_sources
     layouts: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()

@@ -73,16 +73,36 @@ class Times:
         """
         known = [n for n in self._records_of(kernel) if n.same]
         own = self._configs(kernel) if any(n.floats for n in known) else frozenset()
-        best = _nearest(
-            [
-                n
-                for n in known
-                if of_present_code(kernel, n.timing)
-                and kernel.misfit(self.problem, n.timing.config) is None
-                and (not n.floats or config_key(n.timing.config) in own)
-            ]
-        )
+        fit = [
+            n
+            for n in known
+            if of_present_code(kernel, n.timing)
+            and kernel.misfit(self.problem, n.timing.config) is None
+            and (not n.floats or config_key(n.timing.config) in own)
+        ]
+        best = self._best_fit(kernel, fit) or _nearest(fit)
         return None if best is None else dict(best.timing.config)
+
+    def _best_fit(self, kernel: Kernel, known: list[_Near]) -> _Near | None:
+        """Of near records the one whose configuration is the fastest for this problem: its measured time, scaled by the cost model of
+        that configuration from its own sizes to these. None if the kernel has no such model, or a record is of this very problem.
+
+        The nearest problem's configuration may be the wrong one: tiles of 128 rows, chosen for 128 rows, take two rounds for 130.
+        """
+        model = kernel.estimate_config
+        if model is None or not known:
+            return None
+        sibling, floats, far, _ = min(n.rank for n in known)
+        if far == 0:
+            return None
+        scaled: list[tuple[float, str, _Near]] = []
+        for n in known:
+            if (n.sibling, n.floats) == (sibling, floats):
+                here, there = (model(at, n.timing.config, self.target) for at in (self.problem, n.at))
+                if here is None or not there:
+                    return None
+                scaled.append((n.timing.us * here / there, config_key(n.timing.config), n))
+        return min(scaled, key=lambda row: row[:2])[2]
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
         """Microseconds and their source; None when nothing near was measured. Configurations in `failed` are ignored.

@@ -58,7 +58,7 @@ def test_hardware_is_hopper_alone() -> None:
     assert not KERNEL.requires.check_hardware(TARGET)
 
 
-@pytest.mark.parametrize("m", [0, 1, 17, 64, 65, 128, 257, 1000, 4096, 20000])
+@pytest.mark.parametrize("m", [0, 1, 17, 64, 65, 128, 160, 224, 257, 1000, 4096, 20000])
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 128), (16, 256), (2112, 7168), (4096, 14336), (5120, 27648), (151936, 4096)]
 )

@@ -14,6 +14,7 @@ from gristmill.kernels.linear.frag16_sm90.instances import Format, Schedule
 
 Ranked = Callable[[Format, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
 Misfit = Callable[[Format, Config, int, int], str | None]
+Expected = Callable[[Format, Config, int, int, int, int], float]
 
 
 class Family(NamedTuple):
@@ -24,6 +25,7 @@ class Family(NamedTuple):
         tried: how many of them tuning tries.
         misfit: why a configuration does not run (format, configuration, m, k), None if it does.
         rows: maximum rows of x.
+        expected: microseconds of one configuration by the cost model, for (format, configuration, m, n, k, multiprocessors).
         summary: a format string with a placeholder for the weights.
     """
 
@@ -35,6 +37,7 @@ class Family(NamedTuple):
     summary: str
     priority: int
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
+    expected: Expected | None = None
 
 
 def kernel(name: str, family: Family, bits: int) -> Kernel:
@@ -88,6 +91,12 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         # Microseconds on a Hopper with HBM3e.
         return ranked(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
 
+    def estimate_config(problem: Problem, config: Config, target: Target) -> float | None:
+        if family.expected is None:
+            return None
+        m, n, k = (problem.integer(axis) for axis in "mnk")
+        return family.expected(form(problem), config, max(m, 1), n, k, target.multiprocessors or 132)
+
     return Kernel(
         op="linear",
         name=name,
@@ -105,6 +114,7 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         workspace=family.workspace,
         sources=sources,
         estimate=estimate,
+        estimate_config=None if family.expected is None else estimate_config,
         layouts=tuple(dict.fromkeys(form.layout for form in _formats(family, bits))),
         waits=True,
         triggers=True,

@@ -135,7 +135,8 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   if (a.lag < 0 || a.lag * 2 >= shape.xs || a.lag >= shape.ws ||
       (a.lag > 0 && (a.split > 1 || !shape.staggered)))
     return GM_E_ARG;
-  if (a.split > a.mt / 8 / a.slices || a.even < 0 || a.even > 2) return GM_E_ARG;
+  // Each CTA of a cluster adds up the same number of fragments.
+  if (a.mt / 8 / a.slices % a.split != 0 || a.even < 0 || a.even > 2) return GM_E_ARG;
   // A CTA of several slices has one tile, and a group of 128 k for each of them.
   if (a.slices > 1 && (a.even || ceil_div(a.k, gm::kTileK) / a.split < a.slices)) return GM_E_ARG;
   if (a.m < 0 || a.n < 1 || a.k < 1 || !is_copyable(a)) return GM_E_SHAPE;

@@ -16,7 +16,7 @@
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
 #include "sm90/tma.cuh"
-#include "sm90/wgmma.cuh"
+#include "wgmma_rows.cuh"
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -106,6 +106,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
   using Shape = Cta<MT, C, SLICES, CTAS>;
   static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 ||
                 SLICES == 1);  // a slice always has the same slots
+  static_assert(!Shape::kExchangesInX || (SLICES - 1) * C * MT * 256 <= XS * MT * kXSlotK * 2);
   constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile,
                 kThreads = C * SLICES * 128;
   constexpr int kFragments = Shape::kFragments, kStored = Shape::kPairs;
@@ -263,9 +264,10 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         // Each slice reduces its share of the rows of x, in the order of slices, and sends the other rows' sums to the
         // slices that own them.
         const auto place = [&](int owner, int from, int f) {  // from: of the SLICES - 1 others
-          return base + kExchange +
+          return base + (Shape::kExchangesInX ? 0 : kExchange) +
                  (((owner * (SLICES - 1) + from) * kFragments + f) * 128 + (threadIdx.x & 127)) * 16;
         };
+        if constexpr (Shape::kExchangesInX) bar_sync(1, kThreads);  // until all slices have read their last x
 #pragma unroll
         for (int f = 0; f < SLICES * kFragments; ++f)
           if (f / kFragments != slice)

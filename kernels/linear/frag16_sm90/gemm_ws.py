@@ -60,6 +60,14 @@ _COSTS = {
     (64, 1, 4, 1): (0.193, 0.193, 3.73, 0.857, 0.397, 0, 0, 3.63, 0.912),
     (128, 1, 2, 1): (0.284, 0.284, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
     (128, 4, 1, 1): (1.55, 0.366, 0.91, 1.27, 2.37, 6.51, 0.871, 9.4, 0.114),
+    (80, 2, 1, 1): (0.4, 0.4, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (96, 2, 1, 1): (0.47, 0.45, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (160, 2, 1, 1): (0.78, 0.72, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (192, 2, 1, 1): (0.95, 0.87, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (224, 2, 1, 1): (1.12, 1.01, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (96, 1, 2, 1): (0.22, 0.22, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (160, 1, 2, 1): (0.36, 0.36, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (192, 1, 2, 1): (0.44, 0.44, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
     (256, 2, 1, 1): (1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
 }
 """Microseconds on an H200 by shape, fitted to 694 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
@@ -142,6 +150,14 @@ def microseconds(
     return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
 
+def expected(form: Format, config: Config, m: int, n: int, k: int, processors: int) -> float:
+    """`microseconds` of a configuration."""
+    of = {shape[:4]: shape for shape in shapes_of(form)}
+    shape = of[int(config["mt"]), int(config["c"]), int(config["slices"]), int(config["ctas"])]
+    partition = Partition(*(int(config[name]) for name in Partition._fields))
+    return microseconds(form, shape, partition, m, n, k, processors)
+
+
 def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
     """Why a configuration does not run a problem, None if it does: entry.h checks the same. It is one of this schedule."""
     slices, split = int(config["slices"]), int(config["split"])
@@ -151,6 +167,11 @@ def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
 def _shared(slices: int, split: int, k: int) -> bool:
     """Whether each slice of each CTA along K has a group of it. A CTA of one slice may have none."""
     return slices == 1 or cdiv(k, 128) // split >= slices
+
+
+def _divides(split: int, shape: Shape) -> bool:
+    """Whether `split` CTAs of a cluster can each add up as many of a warpgroup's fragments of 8 rows."""
+    return shape.mt // 8 // shape.slices % split == 0
 
 
 def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Partition]]:
@@ -167,7 +188,7 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
                 if (
                     tiles * split <= 2 * processors
                     and _shared(shape.slices, split, k)
-                    and split <= shape.mt // 8 // shape.slices
+                    and _divides(split, shape)
                 ):
                     yield shape, Partition(split, 0, full)
             continue
@@ -181,7 +202,7 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
                     for lag in lags:
                         yield shape, Partition(1, even, grid, lag)
         for split in (2, 4, 8):
-            if m <= shape.mt * 2 and groups >= split and split <= shape.mt // 8:
+            if m <= shape.mt * 2 and groups >= split and _divides(split, shape):
                 yield shape, Partition(split, 0, full)
 
 

@@ -27,6 +27,13 @@ struct GemmParams {
 constexpr int kXSlotK = 64;
 constexpr int kFlagBytes = 1 << 16;
 
+// The most pairs of fragments, up to `most`, of which a whole number makes `pairs`.
+constexpr int pairs_at_a_time(int pairs, int most) {
+  int count = most < pairs ? most : pairs;
+  while (pairs % count != 0) --count;
+  return count;
+}
+
 // A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which alternate groups of K.
 // CTAS: per multiprocessor.
 template <int MT, int C, int SLICES, int CTAS>
@@ -38,12 +45,14 @@ struct Cta {
                        kProducerRegisters = kGroups == 4 || CTAS == 2 ? 32 : 40;
   // Fragments of 8 rows of x that a warpgroup stores; pairs of them that a warp stores at a time, with 512 bytes of
   // staging each.
-  static constexpr int kFragments = MT / 8 / SLICES, kMaxPairs = CTAS == 1 ? 4 : 2,
-                       kPairs = kMaxPairs < kFragments / 2 ? kMaxPairs : kFragments / 2;
+  static constexpr int kFragments = MT / 8 / SLICES,
+                       kPairs = pairs_at_a_time(kFragments / 2, CTAS == 1 ? 5 : 2);
   // Whether one half of the warpgroups may be staggered behind the other, so that their epilogues alternate. With two
   // warpgroups the signals cost the main loop too much.
   static constexpr bool kStaggered = C == 4;
-  static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices exchange
+  // Bytes of the sums that slices exchange: those of 192 rows of x take the place of x, which leaves no other room.
+  static constexpr bool kExchangesInX = SLICES > 1 && MT > 128;
+  static constexpr int kExchange = kExchangesInX ? 0 : (SLICES - 1) * C * MT * 256;
   static constexpr int smem(int xs, int ws, int tile_bytes) {
     return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange +
            (xs + ws) * 16 + xs * 8;

@@ -28,6 +28,7 @@ GEMM_WS = Family(
     summary="M > 16: warp-specialised, {} decoded into the register operand of wgmma while the product before runs",
     priority=108,
     workspace=workspace,
+    expected=gemm_ws.expected,
 )
 
 KERNELS = (kernel("linear_w4a16_gemm_ws_sm90", GEMM_WS, 4), kernel("linear_w8a16_gemm_ws_sm90", GEMM_WS, 8))
