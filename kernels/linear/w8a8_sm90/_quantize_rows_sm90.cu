@@ -19,37 +19,6 @@ namespace {
 
 using namespace gm::quantize;
 
-// Eight codes of word / scale, as codes_of has them, by a multiplication with the scale's reciprocal and a correction:
-// with 11 bits of x or fewer, that is the division rounded once, whatever the 24 bits of the scale (all pairs of
-// significands were tried). Negative zeros stay negative; with an infinite scale, whose reciprocal is 0, nothing is
-// corrected.
-template <bool HALF, bool INT8>
-__device__ __forceinline__ uint2 quick_codes_of(const uint4& word, float scale, int& sum) {
-  const float inverse = __frcp_rn(scale), finite = inverse > 0.f ? scale : 0.f;
-  float v[kVector];
-  widen<HALF>(word, v);
-  uint32_t packed[2] = {};
-#pragma unroll
-  for (int i = 0; i < kVector; i += 2) {
-    float q[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float near = __fmul_rn(v[i + j], inverse);
-      q[j] = __fmaf_rn(__fmaf_rn(near, finite, -v[i + j]), -inverse, near);
-    }
-    uint32_t pair;
-    if constexpr (INT8) {
-      const int a = min(max(__float2int_rn(q[0]), -128), 127), b = min(max(__float2int_rn(q[1]), -128), 127);
-      sum += a + b;
-      pair = (a & 0xff) | (b & 0xff) << 8;
-    } else {
-      pair = gm::packed_e4m3(q[0], q[1]);
-    }
-    packed[i / 4] |= pair << (i % 4 * 8);
-  }
-  return make_uint2(packed[0], packed[1]);
-}
-
 // One CTA per row.
 template <bool HALF, bool INT8>
 __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
@@ -64,14 +33,7 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   load_row(kept, vectors, load);
   const float scale = row_scale<HALF, INT8>(kept, vectors, load);
   int sum = 0;
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    const int at = threadIdx.x + i * kThreads;
-    if (at < vectors) to[at] = quick_codes_of<HALF, INT8>(kept[i], scale, sum);
-  }
-#pragma unroll 1
-  for (int at = threadIdx.x + kKept * kThreads; at < vectors; at += kThreads)
-    to[at] = quick_codes_of<HALF, INT8>(load(at), scale, sum);
+  write_codes<HALF, INT8>(to, kept, vectors, load, scale, sum);
   if (threadIdx.x == 0) p.scales[row] = scale;
   if constexpr (INT8) {
     sum = __reduce_add_sync(0xffffffffu, sum);
@@ -111,7 +73,7 @@ __device__ __forceinline__ void quantize_groups(const QuantizeParams& p) {
     int sum = 0;
     if (row[i] < p.m && column(i) < p.k)
       *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(row[i]) * p.k + column(i)) =
-          quick_codes_of<HALF, false>(words[i], scale, sum);
+          codes_of<HALF, false>(words[i], scale, sum);
     if (row[i] < p.m && lane == 0) p.scales[static_cast<int64_t>(group[i]) * p.pitch + row[i]] = scale;
   }
 }
