@@ -12,8 +12,17 @@ from gristmill.kernel_registry.scheme import BLOCK, cdiv
 SHARED_BYTES, CTA_BYTES = 228 << 10, 1 << 10
 """Shared memory of a multiprocessor, and what each CTA takes of it besides its own."""
 MOST_SHARED, MOST_SLOTS = 227 << 10, 32
-BAND_ROWS = 1024
-"""Rows of y whose tiles follow each other in time, so that the rows of x that they read stay in L2."""
+BAND_ROWS, SQUARE_BAND_ROWS = 1024, 2048
+"""Rows of y whose tiles follow each other in time, so that the rows of x that they read stay in L2; of staggered shapes, with which the tiles of
+all multiprocessors are about as many rows as columns."""
+
+
+STAGGERED = 3
+"""`Shape.plain` from here on: the warpgroups keep half a slot apart."""
+WHOLE = 5, 6
+"""`Shape.plain` with which a tile of y is staged whole."""
+LONGER = 7
+"""`Shape.plain` from here on: the tensor cores sum 256 columns, where there are no scales of blocks."""
 
 
 class Operands(NamedTuple):
@@ -61,8 +70,9 @@ def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0, given: b
 
 
 class Shape(NamedTuple):
-    """A CTA: rows of operand A and of B, whether A is x and not W (2: and the warpgroups multiply in turns), warpgroups, CTAs of a
-    multiprocessor at most."""
+    """A CTA: rows of operand A and of B, whether A is x and not W (2: and the warpgroups multiply in turns; 3: half a slot apart; 4: and
+    CTAs come in pairs, of neighbouring columns; 5, 6: as 3, 4 with tiles of y staged whole; 7, 8: as 3, 4 with sums of 256
+    columns in the tensor cores), warpgroups, CTAs of a multiprocessor at most."""
 
     rows: int
     columns: int
@@ -82,9 +92,19 @@ class Shape(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Shared memory of the end of a tile: at most 64 rows of y for each warpgroup, scales of x and of W."""
+        """Shared memory of the end of a tile: at most 64 rows of y for each warpgroup, or all, scales of x and of W."""
         tokens = self.rows // self.warpgroups if self.plain else self.columns
+        if self.plain in WHOLE:
+            return (
+                self.rows * self.columns * 2
+                + self.warpgroups * cdiv(tokens * 8 + self.columns * 8, 1024) * 1024
+            )
         return self.warpgroups * (min(tokens, 64) * 128 + self.columns * 8) + self.rows * 8
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Shared memory of the barriers of a slot."""
+        return 24 if self.plain >= STAGGERED else 16
 
 
 SHAPES = (
@@ -97,12 +117,23 @@ SHAPES = (
     Shape(128, 64, 0, 2, 1),
     Shape(128, 128, 1, 2, 1),
     Shape(256, 128, 1, 2, 1),
+    Shape(64, 32, 2, 1, 3),
     Shape(64, 64, 2, 1, 2),
     Shape(128, 64, 2, 2, 1),
     Shape(128, 128, 2, 2, 1),
     Shape(256, 128, 2, 2, 1),
+    Shape(256, 128, 3, 2, 1),
+    Shape(128, 64, 4, 2, 1),
+    Shape(128, 128, 4, 2, 1),
+    Shape(256, 128, 4, 2, 1),
+    Shape(256, 128, 5, 2, 1),
+    Shape(128, 64, 6, 2, 1),
+    Shape(128, 128, 6, 2, 1),
+    Shape(256, 128, 6, 2, 1),
+    Shape(256, 128, 7, 2, 1),
+    Shape(256, 128, 8, 2, 1),
 )
-"""The instances: GM_SHAPES and GM_TURNS of entry.h."""
+"""The instances: GM_SHAPES, GM_TURNS and GM_STAGGERED of entry.h."""
 
 
 class Choice(NamedTuple):
@@ -120,7 +151,11 @@ class Choice(NamedTuple):
 
 def slots_of(operands: Operands, shape: Shape, ctas: int) -> int:
     """Slots of 128 columns of W and x that fit beside what the end of a tile needs, `ctas` CTAs to a multiprocessor."""
-    slot = (shape.rows + shape.columns) * BLOCK + (4 * shape.tile_m if operands.blocks else 0) + 16
+    slot = (
+        (shape.rows + shape.columns) * BLOCK
+        + (4 * shape.tile_m if operands.blocks else 0)
+        + shape.barrier_bytes
+    )
     room = min(MOST_SHARED, SHARED_BYTES // ctas - CTA_BYTES) - shape.end_bytes
     return min(MOST_SLOTS, room // slot)
 
@@ -135,7 +170,7 @@ def config_of(operands: Operands, choice: Choice, processors: int) -> dict[str, 
         "slots": slots_of(operands, shape, ctas),
         "split": split,
         "ctas": ctas,
-        "band": BAND_ROWS // shape.tile_m,
+        "band": (SQUARE_BAND_ROWS if shape.plain >= STAGGERED else BAND_ROWS) // shape.tile_m,
         "grid": processors * ctas,
     }
 
@@ -144,6 +179,8 @@ def candidates(operands: Operands, m: int, n: int, k: int, processors: int) -> I
     """The choices that suit a problem."""
     blocks = cdiv(k, BLOCK)
     for shape in SHAPES:
+        if shape.plain >= LONGER and (operands.blocks or operands.sums):
+            continue  # scales are those of 128 columns, or sums are exact
         if shape.tile_m > 8 and shape.tile_m // 2 >= m and (shape.plain or shape.columns > 8):
             continue  # half the rows suffice
         if shape.tile_m < 128 and shape.tile_m * 4 < m:
@@ -200,10 +237,10 @@ def microseconds(operands: Operands, choice: Choice, m: int, n: int, k: int, pro
 def ranked(
     operands: Operands, m: int, n: int, k: int, processors: int
 ) -> tuple[tuple[float, dict[str, int]], ...]:
-    """(microseconds, configuration) of the candidates, best first, those in turns behind all others: they are chosen by measured times only;
-    ties in the order of `candidates`."""
+    """(microseconds, configuration) of the candidates, best first, those in turns or staggered behind all others: they are chosen by measured
+    times only; ties in the order of `candidates`."""
     costs = [
         (microseconds(operands, choice, m, n, k, processors), config_of(operands, choice, processors))
         for choice in candidates(operands, m, n, k, processors)
     ]
-    return tuple(sorted(costs, key=lambda pair: (pair[1]["plain"] == 2, pair[0])))
+    return tuple(sorted(costs, key=lambda pair: (pair[1]["plain"] >= 2, pair[0])))

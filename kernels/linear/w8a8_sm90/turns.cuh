@@ -15,22 +15,20 @@ namespace gm::w8a8 {
 constexpr int kFirstTurn =
     3;  // the named barrier of the first warpgroup's turn; those of tiles' ends are 1 and 2
 
-// Stores a warp's 16 of 64 rows of x, from fragments of all columns, through its own part of the warpgroup's table.
-template <class S, typename Sum>
-__device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S::kSums], uint32_t table,
-                                           const uint8_t* shared, int n0, int m0, int half) {
-  constexpr int kPart = 16 * 128;  // bytes of a warp: 16 rows of 64 columns
+constexpr int kPart = 16 * 128;  // bytes that a warp stages: 16 rows of 64 columns
+
+// Rounds a warp's 16 of 64 rows of x, from fragments of all columns, and stages 64 columns at a time in shared memory:
+// at part(column), from which write(column) takes them. shared: the scales are there, as of the warpgroup's table.
+template <class S, typename Sum, typename Part, typename Write>
+__device__ __forceinline__ void stage_rows(const Params& p, const Sum (&sums)[S::kSums],
+                                           const uint8_t* shared, int n0, int m0, int half, const Part& part,
+                                           const Write& write) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, pair = (lane & 3) * 2;
-  const int row = half * 64 + warp * 16, low = row + (lane >> 2);
+  const int row = half * 64 + warp * 16, low = row + (lane >> 2), matrix_row = lane & 15;
   const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
   // Scale and bias of two features at a time.
   const float4* features = reinterpret_cast<const float4*>(shared + S::kTable + S::kTokenScales);
   const int2 of_x[2] = {tokens[low], tokens[low + 8]};
-  const uint32_t part = table + warp * kPart;
-  const uint8_t* const stored = shared + warp * kPart;
-  const int matrix_row = lane & 15, chunk = lane & 7, first = lane >> 3;
-  uint16_t* const y =
-      static_cast<uint16_t*>(p.y) + static_cast<int64_t>(m0 + row + first) * p.n + n0 + chunk * 8;
 #pragma unroll
   for (int column = 0; column < S::kColumns; column += 64) {
     constexpr int kFragments = S::kColumns < 64 ? S::kColumns / 8 : 8;
@@ -68,13 +66,29 @@ __device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S:
         const uint32_t four[4] = {rounded(v[j][0], v[j][1], half_type), rounded(v[j][2], v[j][3], half_type),
                                   rounded(v[j + 1][0], v[j + 1][1], half_type),
                                   rounded(v[j + 1][2], v[j + 1][3], half_type)};
-        stmatrix_x4(part + matrix_row * 128 + (((j + (lane >> 4)) ^ (matrix_row & 7)) << 4), four);
+        stmatrix_x4(part(column) + matrix_row * 128 + (((j + (lane >> 4)) ^ (matrix_row & 7)) << 4), four);
       }
     };
     if (p.half)
       stage(1);
     else
       stage(0);
+    write(column);
+  }
+}
+
+// Stores a warp's 16 of 64 rows of x, through its own part of the warpgroup's table.
+template <class S, typename Sum>
+__device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S::kSums], uint32_t table,
+                                           const uint8_t* shared, int n0, int m0, int half) {
+  constexpr int kFragments = S::kColumns < 64 ? S::kColumns / 8 : 8;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = half * 64 + warp * 16;
+  const uint32_t part = table + warp * kPart;
+  const uint8_t* const stored = shared + warp * kPart;
+  const int chunk = lane & 7, first = lane >> 3;
+  uint16_t* const y =
+      static_cast<uint16_t*>(p.y) + static_cast<int64_t>(m0 + row + first) * p.n + n0 + chunk * 8;
+  const auto write = [&](int column) {
     __syncwarp();
     const int n = n0 + column + chunk * 8;
     const bool mine = chunk < kFragments && n < p.n;
@@ -101,7 +115,27 @@ __device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S:
       }
     }
     __syncwarp();  // the part has been read
+  };
+  stage_rows<S>(p, sums, shared, n0, m0, half, [&](int) { return part; }, write);
+}
+
+// Main loop of a tile of int8, whose sums stay in the registers of the products.
+template <class S, int HALVES, int SUMS, typename Multiply, typename Release>
+__device__ __forceinline__ void multiply_integers(const Params& p, int (&sums)[HALVES][SUMS], Ring<S>& ring,
+                                                  const Multiply& multiply, const Release& release) {
+  uint32_t before = 0;  // the empty barrier of the slot before
+#pragma unroll 1
+  for (int left = p.k_blocks; left > 0; --left, ring.next()) {
+    mbar_wait(ring.full, ring.parity);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) multiply(sums[h], ring, h, before != 0);
+    wgmma_wait<HALVES>();
+    if (before != 0) release(before);
+    before = ring.empty();
   }
+  wgmma_wait<0>();
+  for (auto& half : sums) wgmma_fence_operand(half);
+  release(before);
 }
 
 template <typename T, class S>
@@ -156,19 +190,7 @@ __device__ __forceinline__ void product_in_turns(const Params& p, const CUtensor
       scales[0].begin(p, 0), scales[0].load(p, tile_at<S>(p, min(index + step, all - 1)).n, 0);
     Sum sums[S::kHalves][kSums] = {};
     if constexpr (kIntegers<Sum>) {
-      uint32_t before = 0;  // the empty barrier of the slot before
-#pragma unroll 1
-      for (int left = p.k_blocks; left > 0; --left, ring.next()) {
-        mbar_wait(ring.full, ring.parity);
-#pragma unroll
-        for (int h = 0; h < S::kHalves; ++h) multiply(sums[h], ring, h, before != 0);
-        wgmma_wait<S::kHalves>();
-        if (before != 0) release(before);
-        before = ring.empty();
-      }
-      wgmma_wait<0>();
-      for (auto& half : sums) wgmma_fence_operand(half);
-      release(before);
+      multiply_integers(p, sums, ring, multiply, release);
     } else {
       float parts[S::kHalves > 1 ? 1 : 2][kSums];
       Factors<S> factors[S::kHalves > 1 ? 1 : 2];

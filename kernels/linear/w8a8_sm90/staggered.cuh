@@ -1,0 +1,372 @@
+// The same product for many tokens, whose two warpgroups keep half a slot apart, and whose CTAs may come in pairs.
+//
+// A warpgroup multiplies a slot with 64 of its rows, waits, and adds the products to its float32 sums while the tensor
+// cores work for the other one. They are busy all the time as long as the two are further apart than an addition takes.
+// Nothing but a beginning is needed for that: the second warpgroup begins a slot when the first has its first products
+// of it (the middle barrier of the slot), which holds it back only where both have waited for a copy. An order of turns
+// would put the latency of a barrier between any two groups of products.
+//
+// PAIRS: two CTAs of a cluster have neighbouring columns of y and the same rows of x. Each copies half of these rows into
+// the rings of both (multicast), so that 256 x 128 tiles take 32 KB a slot from L2 and not 48. A slot is filled again
+// when the warps of both CTAs have left it.
+//
+// EVERY: with scales per channel and token, the products of two slots may be summed in the tensor cores, which keep about
+// 14 bits of a sum, before they are added to the float32 sums. Of bf16 that changes the third digit of the error: sums of
+// 128 columns have 8 % of the error that rounding to bf16 makes, those of 256 have 13 %. fp16 rounds eight times finer, so
+// its sums are of 128 columns always.
+//
+// WHOLE: a tile of y is staged whole, and stored by TMA while the next one is multiplied. All CTAs end their tiles at
+// about the same time, and memory takes longer for what they store than the warps could wait with few products to a tile.
+#pragma once
+#include "turns.cuh"
+
+#ifdef __CUDACC__
+
+namespace gm::w8a8 {
+
+// EVERY: slots whose products are summed in the tensor cores, where scales permit it and y is bf16.
+template <class S, bool PAIRS, bool WHOLE, int EVERY>
+struct Staggered : S {
+  static constexpr bool kWhole = WHOLE;
+  static constexpr int kEvery = S::kBlocks ? 1 : EVERY;
+  static constexpr int kCtas = PAIRS ? 2 : 1;
+  static constexpr int kTable = WHOLE ? S::kTokens * S::kColumns * 2 : S::kTable;
+  // A whole tile lies in the swizzle of TMA, a pattern of 1024 bytes.
+  static constexpr int kEndScales = S::kTokenScales + S::kFeatures * 8;
+  static constexpr int kEpilogue = kTable + (WHOLE ? (kEndScales + 1023) / 1024 * 1024 : kEndScales);
+  static constexpr int kShare = S::kA / kCtas, kShareRows = S::kRows / kCtas;  // of x, that a CTA copies
+};
+
+template <class S>
+__device__ __forceinline__ Tile tile_of_rank(const Params& p, int index, int rank) {
+  const Tile tile = tile_at<S>(p, index);  // p.n_tiles counts pairs
+  return {tile.n * S::kCtas + rank * S::kTileN, tile.m};
+}
+
+template <class S>
+__device__ __forceinline__ uint32_t middle_of(const Ring<S>& ring) {
+  return ring.full + ring.slots * 16;
+}
+
+// A box of a tensor to the same place in both CTAs of a pair, whose barriers both count its bytes.
+__device__ __forceinline__ void tma_load_to_pair(uint32_t dst, const void* map, int x, int y, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+      "l"(map), "r"(x), "r"(y), "r"(bar), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+// A box of a tensor from shared memory.
+__device__ __forceinline__ void tma_store(const void* map, uint32_t src, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+               "r"(x), "r"(y), "r"(src)
+               : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// The shared memory of this thread's stores has been read.
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Arrives at a barrier of CTA `rank`. What it orders are reads by wgmma, which have been waited for: with the scope of a
+// cluster it would wait for all memory of the GPU.
+__device__ __forceinline__ void mbar_arrive_at(uint32_t bar, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(bar, rank)) : "memory");
+}
+
+// W's scales by blocks of k, as BlockScales has them where x is operand A, in fewer registers: a lane holds that of one of
+// 32 blocks and of one of the next 32, and of the next tile that of its first 32. (A load by all lanes from one address
+// would be waited for at once, because the result becomes a uniform register.)
+template <class S>
+struct TileScales {
+  float now = 0.f, ahead = 0.f, first = 0.f;
+  int block_row = 0, next = 0;  // next: of the lane's rows in the next tile, -1 if they differ
+  bool same = true;
+  __device__ __forceinline__ static int predicted(const Params& p, int n) { return min(n, p.n - 1) / 128; }
+  __device__ __forceinline__ static float lane_scale(const Params& p, int block, int k) {
+    const int mine = k + (threadIdx.x & 31);
+    return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
+  }
+  // Of the next tile, which begins at n.
+  __device__ __forceinline__ void load(const Params& p, int n) {
+    constexpr int kEach = S::kColumns / 32;
+    const int row = n + (threadIdx.x & 31) * kEach;
+    next = __ldg(p.row_block + min(row, p.n - 1));
+    first = lane_scale(p, predicted(p, n), 0);
+#pragma unroll
+    for (int i = 1; i < kEach; ++i)
+      if (__ldg(p.row_block + min(row + i, p.n - 1)) != next) next = -1;
+  }
+  __device__ __forceinline__ void begin(const Params& p, int n) {
+    block_row = __shfl_sync(0xffffffffu, next, 0);
+    same = __all_sync(0xffffffffu, next >= 0 && next == block_row);
+    if (same) {
+      now = block_row == predicted(p, n) ? first : lane_scale(p, block_row, 0);
+      ahead = lane_scale(p, block_row, 32);
+    }
+  }
+  // The scale of block k, if all rows share it, for each k in order.
+  __device__ __forceinline__ float at(const Params& p, int k) {
+    if ((k & 31) == 0 && k > 0) now = ahead, ahead = lane_scale(p, block_row, k + 32);
+    return __shfl_sync(0xffffffffu, now, k & 31);
+  }
+};
+
+// As produce(), of all blocks of k, with this CTA's share of x.
+template <class S>
+__device__ __forceinline__ void produce_shares(const Params& p, const void* w_map, const void* x_map,
+                                               uint32_t base, int first_tile, int step, int rank) {
+  Ring<S> ring(base, p.slots);
+  const uint64_t policy = l2_evict_normal();
+  const auto scale_bytes = [&](const Tile& tile) { return min(S::kTileM, p.x_pitch - tile.m) * 4; };
+  const auto load_w = [&](const Ring<S>& r, const Tile& tile, int k) {
+    mbar_arrive_expect_tx(r.full, S::kA + S::kB + (S::kBlocks ? scale_bytes(tile) : 0));
+    tma_load(r.b, w_map, k * kBlockK, tile.n, r.full);
+  };
+  const auto load_x = [&](const Ring<S>& r, const Tile& tile, int k) {
+    if constexpr (S::kBlocks)
+      bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + tile.m, scale_bytes(tile), r.full,
+                policy);
+    const int row = tile.m + rank * S::kShareRows;
+    if constexpr (S::kCtas > 1)
+      tma_load_to_pair(r.a + rank * S::kShare, x_map, k * kBlockK, row, r.full);
+    else
+      tma_load(r.a, x_map, k * kBlockK, row, r.full);
+  };
+  const int all = p.n_tiles * p.m_tiles;
+  const int ahead = first_tile < all ? min(p.slots, p.k_blocks) : 0;
+  if (ahead > 0) {
+    const Tile tile = tile_of_rank<S>(p, first_tile, rank);
+    Ring<S> w_ring = ring;
+#pragma unroll 1
+    for (int i = 0; i < ahead; ++i, w_ring.next()) load_w(w_ring, tile, i);
+    griddepcontrol_wait();
+#pragma unroll 1
+    for (int i = 0; i < ahead; ++i, ring.next()) load_x(ring, tile, i);
+  }
+  int k = ahead;
+#pragma unroll 1
+  for (int index = first_tile; index < all; index += step, k = 0) {
+    const Tile tile = tile_of_rank<S>(p, index, rank);
+#pragma unroll 1
+    for (; k < p.k_blocks; ++k) {
+      mbar_wait(ring.empty(), ring.parity ^ 1);
+      load_w(ring, tile, k);
+      load_x(ring, tile, k);
+      ring.next();
+    }
+  }
+}
+
+// Issues the products of a slot with 64 rows of x, as multiply_slot does: a, b are the lower words of descriptors.
+template <typename T, class S>
+__device__ __forceinline__ void multiply_described(float (&d)[S::kSums], uint32_t a, uint32_t b, int add) {
+  using Operands = typename T::template Operands<true>;
+  const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < 4; ++s)
+    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0 ? 1 : add);
+  wgmma_commit();
+}
+
+// Main loop of a tile with two blocks of 64 rows for each warpgroup. SAME: the rows of W of the tile share a block row.
+// EVERY: the slots whose products are summed in the tensor cores before they are added to the float32 sums.
+// rows: the warpgroup's first row of x in the tile; my_row: the thread's, of 64. n: first row of W.
+template <typename T, class S, bool SAME, int EVERY, typename Release>
+__device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums)[2][S::kSums], Ring<S>& ring,
+                                                   TileScales<S>& scales, int warpgroup, int my_row, int n,
+                                                   const Release& release) {
+  static_assert(EVERY == 1 || !S::kBlocks);
+  const int rows = warpgroup * 128;
+  const auto lower = [](uint32_t address) {
+    return static_cast<uint32_t>(swizzle128_descriptor(0)) | (address & 0x3ffff) >> 4;
+  };
+  const uint32_t first_a = lower(ring.base + rows * kBlockK), first_b = lower(ring.base + ring.slots * S::kA);
+  float part[S::kSums];
+  // The products of COUNT slots, from that of block k on.
+  const auto multiply = [&](auto count, int k) {
+    constexpr int kCount = decltype(count)::value;
+    uint32_t a[kCount], b[kCount], empty[kCount], middle[kCount];
+    [[maybe_unused]] float x[2][2], w = 1.f;
+    if constexpr (S::kBlocks && SAME) w = scales.at(p, k);
+    const uint32_t parity = ring.parity;
+    [[maybe_unused]] const uint32_t from = ring.scales + (rows + my_row) * 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i, ring.next()) {
+      a[i] = first_a + ring.index * (S::kA / 16), b[i] = first_b + ring.index * (S::kB / 16);
+      empty[i] = ring.empty(), middle[i] = middle_of(ring);
+      mbar_wait(ring.full, ring.parity);
+    }
+    if constexpr (S::kBlocks) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = ld_shared<float>(from + i / 2 * 256 + i % 2 * 32);
+    }
+    if (warpgroup == 1) mbar_wait(middle[0], parity);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        multiply_described<T, S>(part, a[i] + h * (64 * kBlockK / 16), b[i], i > 0);
+      if (kCount > 1 && h == 1) wgmma_wait<1>(), release(empty[0]);
+      wgmma_wait<0>();
+      if (h == 1)
+        release(empty[kCount - 1]);
+      else if (warpgroup == 0 && (threadIdx.x & 31) == 0)
+        for (const uint32_t each : middle) mbar_arrive(each);  // all, to keep to the parity of the ring
+      wgmma_fence_operand(part);
+      if constexpr (!S::kBlocks) {
+#pragma unroll
+        for (int i = 0; i < S::kSums; ++i) sums[h][i] += part[i];
+      } else if constexpr (SAME) {
+        const float low = x[h][0] * w, high = x[h][1] * w;
+#pragma unroll
+        for (int i = 0; i < S::kSums; ++i) sums[h][i] += part[i] * (i & 2 ? high : low);
+      } else {
+        int column = n + (threadIdx.x & 3) * 2;
+        asm volatile("" : "+r"(column));  // addresses of scales are not kept from block to block
+#pragma unroll
+        for (int i = 0; i < S::kSums; i += 4) {
+          const int row = column + i * 2;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float c = scale_at(p, __ldg(p.row_block + min(row + j, p.n - 1)) * p.k_blocks + k);
+            sums[h][i + j] += part[i + j] * (x[h][0] * c),
+                sums[h][i + 2 + j] += part[i + 2 + j] * (x[h][1] * c);
+          }
+#pragma unroll
+          for (int j = i; j < i + 4; ++j) asm volatile("" : "+f"(sums[h][j]));  // no load of scales earlier
+        }
+      }
+      wgmma_fence_operand(sums[h]);  // before the next products overwrite part
+    }
+  };
+  int k = 0;
+#pragma unroll 1
+  for (; k + EVERY <= p.k_blocks; k += EVERY) multiply(std::integral_constant<int, EVERY>(), k);
+  if (EVERY > 1 && k < p.k_blocks) multiply(std::integral_constant<int, 1>(), k);
+}
+
+template <typename T, class S>
+__device__ __forceinline__ void product_staggered(const Params& p, const CUtensorMap& w_map,
+                                                  const CUtensorMap& x_map, const CUtensorMap& y_map) {
+  static_assert(S::kPlain && S::kWarpgroups == 2 && (S::kHalves == 1 || S::kReallocates));
+  using Sum = typename T::Sum;
+  constexpr int kSums = S::kSums;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const uint32_t base = smem_u32(smem);
+  if (threadIdx.x == 0) {
+    const Ring<S> ring(base, p.slots);
+#pragma unroll 1
+    for (int i = 0; i < p.slots; ++i) {
+      mbar_init(ring.full + i * 8, 1);
+      mbar_init(ring.empty() + i * 8, S::kCtas * S::kWarpgroups * 4);
+      mbar_init(middle_of(ring) + i * 8, 4);
+    }
+    fence_mbarrier_init();
+  }
+  if constexpr (S::kCtas > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  griddepcontrol_launch_dependents();
+  const int rank = S::kCtas > 1 ? cluster_rank() : 0;
+  const int all = p.n_tiles * p.m_tiles, first = blockIdx.x / S::kCtas, step = gridDim.x / S::kCtas;
+
+  if (warp >= S::kWarpgroups * 4) {
+    if constexpr (S::kReallocates) setmaxnreg_dec<40>();
+    if (threadIdx.x == S::kMathThreads) produce_shares<S>(p, &w_map, &x_map, base, first, step, rank);
+    __syncwarp();
+  } else {
+    if constexpr (S::kReallocates) setmaxnreg_inc<232>();
+    const int warpgroup = warp >> 2, rows = warpgroup * 64 * S::kHalves, my_rows = (warp & 3) * 16;
+    const uint32_t epilogue_at = S::rings(p.slots) + warpgroup * S::kEpilogue, table = base + epilogue_at;
+    Ring<S> ring(base, p.slots);
+    constexpr bool kOneSet = S::kHalves == 2;  // one set of products in flight, of either half of the rows
+    std::conditional_t<kOneSet, TileScales<S>, BlockScales<S>[1]> scales;
+    const auto load_scales = [&](int index) {
+      const int n = tile_of_rank<S>(p, min(index, all - 1), rank).n;
+      if constexpr (!S::kBlocks)
+        return;
+      else if constexpr (kOneSet)
+        scales.load(p, n);
+      else
+        scales[0].load(p, n, 0);
+    };
+    load_scales(first);
+    griddepcontrol_wait();
+    const auto release = [&](uint32_t empty) {
+      __syncwarp();
+      if constexpr (S::kCtas > 1) {
+        if (lane < S::kCtas) mbar_arrive_at(empty, lane);
+      } else {
+        if (lane == 0) mbar_arrive(empty);
+      }
+    };
+    const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
+      multiply_slot<T, S>(d, r, rows + h * 64, add);
+    };
+#pragma unroll 1
+    for (int index = first; index < all; index += step) {
+      const Tile tile = tile_of_rank<S>(p, index, rank);
+      const EpilogueOperands<S, Sum> operands(p, tile.n, tile.m + rows);
+      if constexpr (S::kBlocks) {
+        if constexpr (kOneSet)
+          scales.begin(p, tile.n);
+        else
+          scales[0].begin(p, 0);
+        load_scales(index + step);
+      }
+      Sum sums[S::kHalves][kSums] = {};
+      if constexpr (kIntegers<Sum>) {
+        multiply_integers(p, sums, ring, multiply, release);
+      } else if constexpr (S::kHalves == 2) {
+        const int my_row = my_rows + (lane >> 2);
+        if (S::kBlocks ? scales.same : S::kEvery > 1 && !p.half)
+          multiply_staggered<T, S, true, S::kEvery>(p, sums, ring, scales, warpgroup, my_row, tile.n,
+                                                    release);
+        else
+          multiply_staggered<T, S, false, 1>(p, sums, ring, scales, warpgroup, my_row, tile.n, release);
+      } else {
+        float parts[2][kSums];
+        Factors<S> factors[2];
+        multiply_blocks<T, S>(
+            p, sums, ring, scales, rows, my_rows, 0, p.k_blocks, [&](int) { return tile.n; }, parts, factors,
+            multiply, release);
+      }
+      if (S::kWhole && lane == 0) tma_store_wait_read();
+      __syncwarp();
+      bar_sync(warpgroup + 1, 128);  // the table of the last tile has been read
+      operands.store(table, warpgroup);
+#pragma unroll
+      for (int h = 0; h < S::kHalves; ++h) {
+        const int m0 = tile.m + rows;
+        if (S::kWhole && p.vector) {
+          const auto part = [&](int column) {
+            return table + ((h * 2 + column / 64) * 4 + (warp & 3)) * kPart;
+          };
+          stage_rows<S>(p, sums[h], smem + epilogue_at, tile.n, m0, h, part, [&](int column) {
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) tma_store(&y_map, part(column), tile.n + column, m0 + h * 64 + my_rows);
+          });
+        } else {
+          store_rows<S>(p, sums[h], table, smem + epilogue_at, tile.n, m0, h);
+        }
+      }
+      if (S::kWhole && lane == 0) tma_store_commit();
+      __syncwarp();
+    }
+    if (S::kWhole && lane == 0) tma_store_wait_read();
+    __syncwarp();
+  }
+  // A CTA may leave once the other neither copies into its rings nor arrives at its barriers.
+  if constexpr (S::kCtas > 1) cluster_sync();
+}
+
+}  // namespace gm::w8a8
+#endif
