@@ -116,7 +116,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
       if constexpr (CODES) cp_async_commit();
       if (i == 0) {
         mbar_wait(bars.q_empty(), q_parity);
-        if (warp == 0 && lane == 0) load_q<S>(p, q_map, smem, base, bars, work);
+        if (warp == 0 && lane == 0) load_q<S>(p, q_map, smem, base, bars, work, q_parity ^ 1);
         __syncwarp();
       } else {
         const int t = tile + i - 1;

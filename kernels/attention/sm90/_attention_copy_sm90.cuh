@@ -68,6 +68,8 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
       return copies && key < work.end && key + p.box > low ? row[page] : p.blocks;
     };
     int n = work.first + work.count - 1, next_page = work.count > 0 ? page_of(n) : 0;
+    // The first Q needs no place to become free, and is on its way before the first page is known.
+    if (warp == 0 && lane == 0 && round == 0) load_q<S>(p, q_map, smem, base, bars, work);
 #pragma unroll 1
     for (int i = 0; i < work.count || i == 0; ++i, ++tile) {
       if (warp == 0 && i + 1 >= work.count) scheduler.fetch_after(p, work);
@@ -88,7 +90,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         }
         __syncwarp();
       }
-      if (warp == 0 && i == 0) {
+      if (warp == 0 && i == 0 && round > 0) {
         mbar_wait(bars.q_empty(), (round & 1) ^ 1);
         if (lane == 0) load_q<S>(p, q_map, smem, base, bars, work, round);
         __syncwarp();

@@ -8,6 +8,7 @@
 namespace gm {
 
 constexpr int kSorted = 512;  // largest number of sequences that are sorted, longest first
+constexpr int kFew = 32;      // of which the scheduler warp sorts so many alone, one per lane
 // Counters, all zero between launches: next work tile of prefill, next work tile of decode, finished CTAs; from
 // kArrivals on, per unit of the workspace, how many parts of a context are complete.
 constexpr int kArrivals = 32;
@@ -34,7 +35,8 @@ struct AttentionParams {
   int part_tiles;   // approximate length of a part of a context, in tiles of keys
   int shared_rows;  // with at most so many rows (64 or 0) the warpgroups share the keys of a work tile
   int reading;      // cost of a tile of keys of a decode relative to one of a prefill, in eighths
-  uint32_t by_page, by_group;
+  int columns;      // of the page table
+  uint32_t by_page, by_group, by_tile_q, by_kv_heads;
   float scale, scale_log2;
   // For caches of e4m3 codes, whose scores are log2-scaled already (scale_log2 is 1):
   const float *k_scale, *v_scale;
@@ -47,22 +49,22 @@ struct AttentionParams {
 // n / d for 0 <= n < 2^31 by reciprocal(d).
 constexpr uint32_t reciprocal(int d) { return 0xffffffffu / static_cast<uint32_t>(d); }
 
-// Heads of up to D elements, GROUPS consumer warpgroups. Two have a staging buffer for results; of three, sums that are
-// merged are staged in the place of Q.
+// Heads of up to D elements, GROUPS consumer warpgroups. Two have a staging buffer for results, and for what the
+// second one merges into the first; three write their results straight from registers, and merge nothing.
 template <int D, int GROUPS = 2>
 struct AttentionShape {
   static constexpr int kGroups = GROUPS, kRows = GROUPS * 64, kKeys = 128, kStages = 2;
   static constexpr int kThreads = GROUPS * 128 + 128;
   static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2, kStaging = GROUPS == 2 ? kRows * D * 2 : 0;
-  static constexpr int kK = kQ, kV = kK + kStages * kTile, kStaged = kV + kStages * kTile;
-  static constexpr int kOut = GROUPS == 2 ? kStaged : 0;
-  static constexpr int kSums =
-      kStaged + kStaging;  // of the second warpgroup: maximum and sum of weights of 64 rows
-  static constexpr int kOrder = kSums + 64 * 8;         // sequences in the order of work
+  static constexpr int kK = kQ, kV = kK + kStages * kTile, kOut = kV + kStages * kTile;
+  // Of the second of two warpgroups: maximum and sum of weights of 64 rows.
+  static constexpr int kSums = kOut + kStaging, kSumBytes = GROUPS == 2 ? 64 * 8 : 0;
+  static constexpr int kOrder = kSums + kSumBytes;      // sequences in the order of work
   static constexpr int kCosts = kOrder + kSorted * 16;  // sort keys: number of tiles, long sequences first
   static constexpr int kUnits = kCosts + kSorted * 4;   // first unit of the sequences in the order of work
-  // The consumers' work tile, and two of the producers; the second one of three warpgroups.
-  static constexpr int kWork = kUnits + kSorted * 4, kNextWork = GROUPS == 2 ? 0 : 3 * 48;
+  // The consumers' work tile, two of the producers, and the consumers' next one: each is read again when its results
+  // are written.
+  static constexpr int kWork = kUnits + kSorted * 4, kNextWork = 3 * 48;
   static constexpr int kTotals = kWork + 4 * 48;
   static constexpr int kRowScales = kTotals + 32;  // codes: factor of a row that log2-scales its scores
   static constexpr int kKeyScales = kRowScales + kRows * 4;  // codes with a scale per key: four tiles
@@ -173,58 +175,38 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i)
 // Results of sort_sequences in shared memory; kLast: whether this CTA completes the last part of a context.
 enum : int { kLong, kLongTiles, kLongWork, kShortTiles, kShortWork, kLast };
 
-// Sorts the sequences: those with more than 64 rows ("long") first, within each kind the longest context first.
-// Counts the long ones, and for both kinds the work tiles per KV head and, approximately, their tiles of keys.
+// What a sequence is to the scheduler: its sort key, by which long sequences (of more than 64 rows) come before short
+// ones, and of both kinds the longest context first; its work tiles per KV head, and about how many tiles of keys
+// they have.
+struct Share {
+  unsigned key;
+  bool is_long;
+  int pieces, work;
+};
 template <class S>
-__device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
-  int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
-  unsigned* costs = reinterpret_cast<unsigned*>(smem + S::kCosts);
-  int* totals = reinterpret_cast<int*>(smem + S::kTotals);
-  const int tid = threadIdx.x;
-  if (tid < 8) totals[tid] = 0;
-  __syncthreads();
-  if (p.seqs > kSorted) return;
-  constexpr int kPerThread = (kSorted + S::kThreads - 1) / S::kThreads;
-#pragma unroll 1
-  for (int j = 0; j < kPerThread; ++j) {
-    const int i = tid + j * S::kThreads;
-    if (i < p.seqs) {
-      const Sequence seq = sequence_at(p, i);
-      const bool is_long = seq.queries * p.group > 64;
-      const unsigned tiles = static_cast<unsigned>(cdiv(max(seq.context, 0), S::kKeys));
-      costs[i] = min(tiles, 0xfffffu) | (is_long ? 1u << 20 : 0);
-      if (is_long) {
-        const int pieces = cdiv(seq.queries, p.tile_q);
-        const unsigned work =
-            pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
-        atomicAdd(totals + kLong, 1), atomicAdd(totals + kLongTiles, pieces);
-        atomicAdd(totals + kLongWork, static_cast<int>(min(work, 1u << 20)));
-      } else if (seq.queries > 0) {
-        atomicAdd(totals + kShortTiles, 1),
-            atomicAdd(totals + kShortWork, static_cast<int>(min(tiles, 1u << 20)));
-      }
-    }
+__device__ __forceinline__ Share share_of(const AttentionParams& p, const Sequence& seq) {
+  const bool is_long = seq.queries * p.group > 64;
+  const unsigned tiles = static_cast<unsigned>(cdiv(max(seq.context, 0), S::kKeys));
+  int pieces = seq.queries > 0;
+  unsigned work = pieces * tiles;
+  if (is_long) {
+    pieces = quotient(seq.queries + p.tile_q - 1, p.tile_q, p.by_tile_q);
+    work = pieces * (tiles - min(tiles, static_cast<unsigned>(seq.queries / (2 * S::kKeys))));
   }
-  __syncthreads();
-#pragma unroll 1
-  for (int j = 0; j < kPerThread; ++j) {
-    const int i = tid + j * S::kThreads;
-    if (i < p.seqs) {
-      const unsigned cost = costs[i];
-      int rank = 0;
-      for (int o = 0; o < p.seqs; ++o) rank += costs[o] > cost || (costs[o] == cost && o < i);
-      const Sequence seq = sequence_at(p, i);
-      order[rank] = make_int4(seq.token, seq.queries, seq.context, seq.index);
-    }
-  }
-  __syncthreads();
-  // Allocates units of the workspace to the parts of short sequences, longest first, until none is left. By the
-  // scheduler warp.
-  if (tid / 32 != S::kGroups * 4) return;  // the first producer warp
-  const int lane = tid % 32;
+  return {min(tiles, 0xfffffu) | (is_long ? 1u << 20 : 0), is_long, pieces,
+          static_cast<int>(min(work, 1u << 20))};
+}
+
+// Allocates units of the workspace to the parts of short sequences, longest first, until none is left. By the
+// scheduler warp.
+template <class S>
+__device__ __forceinline__ void allocate_units(const AttentionParams& p, uint8_t* smem) {
+  const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
+  const int lane = threadIdx.x % 32;
   int* units = reinterpret_cast<int*>(smem + S::kUnits);
   int used = 0;
-  for (int base = totals[kLong]; base < p.seqs; base += 32) {
+#pragma unroll 1
+  for (int base = reinterpret_cast<const int*>(smem + S::kTotals)[kLong]; base < p.seqs; base += 32) {
     int wanted = 0;
     if (base + lane < p.seqs) {
       const int4 o = order[base + lane];
@@ -243,6 +225,79 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
     used = min(used + __shfl_sync(0xffffffffu, sum, 31), p.unit_count + 1);
   }
   __syncwarp();
+}
+
+// Sorts up to kFew sequences, and counts the long ones, and work tiles and tiles of keys of both kinds. By the
+// scheduler warp, which alone needs the order: no barrier of all threads is between a length and the first copy, and
+// each length is read once.
+template <class S>
+__device__ __forceinline__ void sort_few(const AttentionParams& p, uint8_t* smem) {
+  const int lane = threadIdx.x & 31;
+  Sequence seq{0, 0, 0, lane};
+  if (lane < p.seqs) seq = sequence_at(p, lane);
+  const Share share = share_of<S>(p, seq);
+  int rank = 0;
+#pragma unroll 1
+  for (int o = 0; o < p.seqs; ++o) {
+    const unsigned other = __shfl_sync(0xffffffffu, share.key, o);
+    rank += other > share.key || (other == share.key && o < lane);
+  }
+  if (lane < p.seqs)
+    reinterpret_cast<int4*>(smem + S::kOrder)[rank] =
+        make_int4(seq.token, seq.queries, seq.context, seq.index);
+  const int counts[] = {share.is_long, share.is_long ? share.pieces : 0, share.is_long ? share.work : 0,
+                        share.is_long ? 0 : share.pieces, share.is_long ? 0 : share.work};
+  static_assert(kLong == 0 && kShortWork == 4, "the order of counts");
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    const int total = __reduce_add_sync(0xffffffffu, counts[i]);
+    if (lane == 0) reinterpret_cast<int*>(smem + S::kTotals)[i] = total;
+  }
+  __syncwarp();
+  allocate_units<S>(p, smem);
+}
+
+// The same for up to kSorted sequences, by all threads. Begins with a barrier of them; up to kFew are left to the
+// scheduler warp.
+template <class S>
+__device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
+  int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
+  unsigned* costs = reinterpret_cast<unsigned*>(smem + S::kCosts);
+  int* totals = reinterpret_cast<int*>(smem + S::kTotals);
+  const int tid = threadIdx.x;
+  if (tid < 8) totals[tid] = 0;
+  __syncthreads();
+  if (p.seqs <= kFew) {
+    if (tid / 32 == S::kGroups * 4) sort_few<S>(p, smem);  // the first producer warp
+    return;
+  }
+  if (p.seqs > kSorted) return;
+  constexpr int kPerThread = (kSorted + S::kThreads - 1) / S::kThreads;
+#pragma unroll 1
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = tid + j * S::kThreads;
+    if (i < p.seqs) {
+      const Share share = share_of<S>(p, sequence_at(p, i));
+      costs[i] = share.key;
+      if (share.is_long) atomicAdd(totals + kLong, 1);
+      atomicAdd(totals + (share.is_long ? kLongTiles : kShortTiles), share.pieces);
+      atomicAdd(totals + (share.is_long ? kLongWork : kShortWork), share.work);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int j = 0; j < kPerThread; ++j) {
+    const int i = tid + j * S::kThreads;
+    if (i < p.seqs) {
+      const unsigned cost = costs[i];
+      int rank = 0;
+      for (int o = 0; o < p.seqs; ++o) rank += costs[o] > cost || (costs[o] == cost && o < i);
+      const Sequence seq = sequence_at(p, i);
+      order[rank] = make_int4(seq.token, seq.queries, seq.context, seq.index);
+    }
+  }
+  __syncthreads();
+  if (tid / 32 == S::kGroups * 4) allocate_units<S>(p, smem);
 }
 
 // State of one queue: its sequences rank .. end are left, and `base` work tiles come before them.
@@ -273,7 +328,8 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
         parts = parts_of(p, tiles.x, tiles.y).count;
       }
     }
-    const int pieces = cdiv(seq.queries, p.tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
+    const int pieces =
+        quotient(seq.queries + p.tile_q - 1, p.tile_q, p.by_tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
     int sum = pieces;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -292,8 +348,8 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     seq.context = __shfl_sync(0xffffffffu, seq.context, from);
     seq.index = __shfl_sync(0xffffffffu, seq.index, from);
     unit = __shfl_sync(0xffffffffu, unit, from), parts = __shfl_sync(0xffffffffu, parts, from);
-    const int tiles = cdiv(seq.queries, p.tile_q), within = item - queue.base;
-    const int before = within / p.kv_heads;
+    const int tiles = quotient(seq.queries + p.tile_q - 1, p.tile_q, p.by_tile_q);
+    const int within = item - queue.base, before = quotient(within, p.kv_heads, p.by_kv_heads);
     const int begin = parts > 1 ? 0 : (tiles - 1 - before) * p.tile_q;  // most keys first
     const int queries = min(p.tile_q, seq.queries - begin);
     work.seq = seq.index, work.head = within - before * p.kv_heads;
@@ -315,30 +371,31 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
 
 // Dynamic persistent scheduler: fetches work tiles from one queue until it is empty, then from the other. The
 // next one is fetched when the last keys of a tile are copied: the consumers have two tiles of keys left, and no CTA
-// holds a work tile for long that an idle one could begin.
+// holds a work tile for long that an idle one could begin. By the scheduler warp, the first one of those that copy.
 template <class S>
 struct TileScheduler {
   Queue long_queue, short_queue;
   unsigned long_tiles, short_tiles;  // 0 once all are fetched
   int kind, item;                    // kind: 1 for short; in the first lane
   int starting_short;                // CTAs that begin with the short queue
-  __device__ __forceinline__ TileScheduler(const AttentionParams& p, const uint8_t* smem,
-                                           bool fetches = true) {
+  __device__ __forceinline__ TileScheduler(const AttentionParams& p, const uint8_t* smem, bool is_scheduler) {
+    kind = item = starting_short = 0;
     const int* totals = reinterpret_cast<const int*>(smem + S::kTotals);
-    const bool sorted = p.seqs <= kSorted;
+    const bool sorted = is_scheduler && p.seqs <= kSorted;
     const int count = sorted ? totals[kLong] : p.seqs;
     long_queue = {0, count, 0}, short_queue = {count, p.seqs, 0};
     long_tiles = sorted ? totals[kLongTiles] : 1, short_tiles = sorted ? totals[kShortTiles] : 0;
-    kind = item = starting_short = 0;
-    if (!fetches) return;
+    if (!is_scheduler) return;
     // CTAs are divided between the queues by expected time, but at most 5/8 of them start with decodes: more would
     // not read faster. Each begins with the tile of its own number, and fetches those after them from the counters.
-    const int64_t reading = sorted ? int64_t(totals[kShortWork]) * p.reading : 0,
-                  multiplying = sorted ? int64_t(totals[kLongWork]) * 8 : 1;
-    const int first = static_cast<int>(
-        min(reading * gridDim.x / max(reading + multiplying, int64_t(1)), int64_t(gridDim.x * 5 / 8)));
     const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    starting_short = short_tiles == 0 ? 0 : long_tiles == 0 ? ctas : first;
+    starting_short = short_tiles == 0 ? 0 : ctas;
+    if (short_tiles != 0 && long_tiles != 0) {  // the division takes its time
+      const int64_t reading = int64_t(totals[kShortWork]) * p.reading,
+                    multiplying = int64_t(totals[kLongWork]) * 8;
+      starting_short = static_cast<int>(
+          min(reading * ctas / max(reading + multiplying, int64_t(1)), int64_t(ctas * 5 / 8)));
+    }
     kind = cta < starting_short;
     item = kind ? cta : cta - starting_short;
   }

@@ -1,13 +1,17 @@
-// FlashAttention-3's kernel (Shah et al., 2024) as a template: two consumer warpgroups of 64 rows each and a
+// FlashAttention-3's kernel (Shah et al., 2024) as a template: two or three consumer warpgroups of 64 rows each and a
 // producer warpgroup. Q K^T of a tile of keys overlaps with P V of the tile before, and an order barrier alternates
-// the consumers, so that one multiplies while the other computes softmax.
+// the consumers, so that one multiplies while the others compute softmax.
 //
 // Traits K of a kernel:
 //   Type, Params, Cap      element type of the products, kernel parameters, soft cap
-//   Shape                  layout of shared memory: kRows, kKeys, kStages (rows of Q, keys of a tile, slots of a
-//                          ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the rings, bytes
-//                          of a slot), kBars, kWorkBars (work barriers), kKeepsQ (results reuse the memory of Q)
+//   Shape                  kGroups (consumer warpgroups) and the layout of shared memory: kRows, kKeys, kStages (rows
+//                          of Q, keys of a tile, slots of a ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile
+//                          (offsets of the rings, bytes of a slot), kBars, kWorkBars (work barriers), kKeepsQ
+//                          (results reuse the memory of Q)
 //   kFills, kFence         arrivals that fill a slot; whether the generic proxy writes it
+//   kMaps                  tensors that TMA reads: of q alone, or of q, k and v
+//   kPairs                 whether tiles without masks have a loop of their own, two at a time, each in its slot
+//   kReloads               whether get_work still has the work tile when its results are written
 //   kWindow                whether there may be a sliding window, which ends with the keys that a row sees
 //   kTwoSided              whether a row's window has an own beginning (first_seen, seen_from), also where the context
 //                          ends within it
@@ -390,7 +394,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     }
     tile += work.count;
     scores.finish(p, work, acc);
-    if constexpr (S::kKeepsQ || kGroups == 3)
+    if constexpr (S::kKeepsQ || K::kReloads)
       work = K::get_work(smem, q_parity);  // reloaded, since the loop has no registers for it
     K::finish(p, work, acc, smem, base, group, warp, shared);
     if constexpr (S::kKeepsQ) {
@@ -422,6 +426,11 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
           mbar_init(bars.v_empty(i), kWarps * kArrivingLanes);
     }
     fence_mbarrier_init();
+  }
+  if (threadIdx.x ==
+      kWarps * 32) {  // their first use would wait for them; they are constant, unlike what they describe
+    prefetch_tensormap(&q_map);
+    if constexpr (K::kMaps == 3) prefetch_tensormap(&k_map), prefetch_tensormap(&v_map);
   }
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();

@@ -30,13 +30,18 @@ struct Paged {
   using Work = gm::Work;
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
-  static constexpr bool kTwoSided = false, kPairs = !kCodes;
-  static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128;
+  static constexpr bool kTwoSided = false, kPairs = !kCodes, kReloads = !kCodes;
+  static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128, kMaps = COPIES == kBoxCopies ? 3 : 1;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;
 
   static __device__ __forceinline__ void prepare(const Params& p, uint8_t* smem) {
     sort_sequences<Shape>(p, smem);
+    // The page table of one sequence is read while the scheduler warp waits for its length: a word of each sector, so
+    // that the L1 cache has it when pages are looked up. The words go where the sort keys of sequences would be.
+    const int i = static_cast<int>(threadIdx.x);
+    if (p.seqs == 1 && i < GROUPS * 128 && i < p.columns / 8)
+      reinterpret_cast<int*>(smem + Shape::kCosts)[i] = p.table[i * 8];
   }
 
   static __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& q_map,

@@ -72,6 +72,8 @@ Params attention_params(const GmPagedAttentionCall& call, const PagedSizes& s, c
   p.shared_rows = o.part_tiles > 0 ? 64 : 0;
   p.reading = int(o.reading), p.by_page = 0xffffffffu / unsigned(s.page),
   p.by_group = (65536 + s.group - 1) / s.group;
+  p.by_tile_q = 0xffffffffu / unsigned(p.tile_q), p.by_kv_heads = 0xffffffffu / unsigned(s.kv_heads);
+  p.columns = call.max_blocks < INT_MAX ? int(call.max_blocks) : INT_MAX;
   p.scale = s.scale, p.score_scale = s.scale * 1.4426950408889634f;
   return p;
 }

@@ -159,9 +159,11 @@ def split_config(problem: Problem, target: Target) -> Config:
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Tiles of the split Triton kernel."""
+    """Tiles of the split Triton kernel; and with heads of up to 64 elements both numbers of rows of a tile of prompts."""
     base = split_config(problem, target)
-    return [{**base, **one} for one in triton.split_space(problem, target)]
+    rows = (PROMPT_ROWS, 128) if problem.integer("head_dim") <= 64 else (PROMPT_ROWS,)
+    tiles = [{**base, **one} for one in triton.split_space(problem, target)]
+    return [*tiles, *({**base, "prompt_rows": one} for one in rows[1:])]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:

@@ -264,8 +264,8 @@ struct Varlen {
   using Params = VarlenParams;
   using Cap = SoftCap<false>;
   using Shape = VarlenShape<DK, DV>;
-  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW, kPairs = true;
-  static constexpr int kFills = 1, kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW, kPairs = true, kReloads = false;
+  static constexpr int kFills = 1, kMaps = 3, kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Work : VarlenTile {
     int count;
