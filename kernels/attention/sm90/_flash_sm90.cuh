@@ -69,35 +69,41 @@ struct UniformScale {
 };
 
 // Online softmax: tile of scores -> weights 2^(scale_log2 (s - m)), in place. factor: rescales the sums so far;
-// exactly 1 where a row's maximum stays. scale_log2: by row. Returns the sum of three quarters of a row's weights, which
-// is there before the others are.
-template <int N, int D, typename Scale>
+// exactly 1, as 2^0, where a row's maximum stays. scale_log2: by row. Returns a number that is not negative, depends
+// on three quarters of a row's weights and on both factors, and is there before the other weights are.
+// IN_ORDER: maxima of the second row are computed while the first row's are exchanged and its exponentials begin.
+// zero: of opaque_zero.
+template <bool IN_ORDER, int N, int D, typename Scale>
 __device__ __forceinline__ float softmax(float (&s)[N], Accumulators<D>& acc, float (&factor)[2],
-                                         const Scale& scale_log2) {
-  // Four chains of maxima per row: one takes as long as the latency of all its instructions.
-  float row_max[2], chain[2][4];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float& of = chain[i >> 1 & 1][(i >> 2 & 1) * 2 + (i & 1)];
-    of = i < 8 ? s[i] : fmaxf(of, s[i]);
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-    row_max[r] = fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3]));
+                                         const Scale& scale_log2, uint32_t zero) {
   float base[2], sum[2] = {0.f, 0.f};
+  uint32_t nothing = 0;  // that depends on the first row's maximum
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
-    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 2));
-    const float m = fmaxf(row_max[r], acc.m[r]);
-    base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2[r]);
-    factor[r] = row_max[r] > acc.m[r] ? exp2_approx(__fmul_rn(acc.m[r], scale_log2[r]) - base[r]) : 1.f;
+    // Four chains of maxima per row: one takes as long as the latency of all its instructions. ptxas would compute
+    // those of both rows before it exchanges any, but not where the second row's depend on the first one's result.
+    float chain[4];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float score = s[(i >> 1) * 4 + r * 2 + (i & 1)];
+      chain[i & 3] = i >= 4               ? fmaxf(chain[i & 3], score)
+                     : IN_ORDER && r == 1 ? __uint_as_float(__float_as_uint(score) | nothing)
+                                          : score;
+    }
+    float row_max = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+    nothing = __float_as_uint(row_max) & zero;
+    row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+    const float m = fmaxf(row_max, acc.m[r]);
+    // Finite where all keys so far are masked, so that their weights are 0 and not NaN.
+    base[r] = fmaxf(__fmul_rn(m, scale_log2[r]), -3e38f);
+    factor[r] = exp2_approx(__fmul_rn(acc.m[r], scale_log2[r]) - base[r]);
     acc.m[r] = m;
   }
   float early = 0.f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (i == N * 3 / 4) early = sum[0];
+    if (i == N * 3 / 4) early = sum[0] + (factor[0] + factor[1]);
     s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
@@ -152,6 +158,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   };
   if (group == kGroups - 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
   int tile = 0;
+  const uint32_t zero = opaque_zero();
 #pragma unroll 1
   for (uint32_t q_parity = 0;; q_parity ^= 1) {
     mbar_wait(bars.q_full(), q_parity);
@@ -194,7 +201,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         mask_scores(s, begins, ends);
       }
       const float2 before = make_float2(acc.l[0], acc.l[1]);
-      softmax(s, acc, factor, scores.scale_log2);
+      softmax<false>(s, acc, factor, scores.scale_log2, zero);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
     };
     const auto values_landed = [&](int i) {
@@ -288,12 +295,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       release(bars.k_empty(kSlot));
       scores.adjust(p, cap, smem, mine, s, tile + i);
       const float2 before = make_float2(acc.l[0], acc.l[1]);
-      const float early = softmax(s, acc, factor, scores.scale_log2);
+      const float early = softmax<(D <= 128)>(s, acc, factor, scores.scale_log2, zero);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
       if constexpr (D <= 128) {
-        // Never true, since weights are not negative. ptxas would hoist the wait above all exponentials, but not above
-        // what such a branch needs: by then the products are done, and the exponentials that are left hide rescaling,
-        // by 1 where the maxima stay, and conversion.
+        // Never true, since weights and factors are not negative. ptxas would hoist the wait above all exponentials,
+        // but not above what such a branch needs: by then the products are done, and the exponentials that are left
+        // hide rescaling, by 1 where the maxima stay, and conversion.
         if (early < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         wgmma_fence_operand(acc.o);
@@ -337,8 +344,9 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
 #pragma unroll 1
             for (; i + 1 < min(unmasked, work.count); i += 2, parity ^= 1) {
               plain_step(std::integral_constant<int, 0>(), i, parity);
-              if (top < -1)
-                break;  // never: but ptxas would convert the weights after the wait for the next turn
+              // Never, but ptxas would convert the weights after the wait for the next turn. Without a window it
+              // derives that `top` is not negative.
+              if (K::kWindow && kGroups == 2 ? top < -1 : zero != 0) break;
               plain_step(std::integral_constant<int, 1>(), i + 1, parity);
             }
             if (i >= work.count) break;
