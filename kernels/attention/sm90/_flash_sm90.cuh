@@ -265,6 +265,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const auto order_arrive = [&] {
       if (!shared) bar_arrive(next_turn(), 256);
     };
+    // Once the scores of tile i are there, Q's place is free if they are the last ones: the next Q arrives during the
+    // softmax and the products that are left. Rows of codes have scales until the end.
+    constexpr bool kFreesQ = !S::kKeepsQ && K::kPairs;
+    const auto free_q = [&](int i) {
+      if (kFreesQ && i + step >= work.count) release(bars.q_empty());
+    };
     // Releases a tile of the other warpgroup, once it has landed.
     const auto skip_keys = [&](int i) {
       mbar_wait(bars.k_full(tile + i), bars.parity(tile + i));
@@ -293,6 +299,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wgmma_wait<1>();
       wgmma_fence_operand(s);
       release(bars.k_empty(kSlot));
+      if constexpr (kSlot == 1) free_q(i);
       scores.adjust(p, cap, smem, mine, s, tile + i);
       const float2 before = make_float2(acc.l[0], acc.l[1]);
       const float early = softmax<(D <= 128)>(s, acc, factor, scores.scale_log2, zero);
@@ -329,6 +336,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       release(bars.k_empty(tile + i));
+      free_q(i);
       softmax_tile(i);
       convert_weights();
       int add = 0;
@@ -365,6 +373,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_wait<1>();
         wgmma_fence_operand(s);
         release(bars.k_empty(tile + i));
+        free_q(i);
         softmax_tile(i);
         wgmma_fence_operand(s);
         // Never true, since sums of weights are not negative. ptxas would hoist the wait above the exponentials, but
@@ -378,7 +387,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         convert_weights();
         add = 1;
       }
-      if constexpr (!S::kKeepsQ) release(bars.q_empty());
+      if constexpr (!S::kKeepsQ && !kFreesQ) release(bars.q_empty());
       if (shared && i - step + 1 < work.count) skip_keys(i - step + 1);
       wait_values(i - step);
       order_wait();
