@@ -240,11 +240,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const auto values_of = [&](int i) {
       return warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile);
     };
-    const auto rescale = [&] {
-      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+    const auto rescale_always = [&] {
 #pragma unroll
-        for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
-      }
+      for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
+    };
+    const auto rescale = [&] {
+      if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) rescale_always();
     };
     const auto convert_weights = [&] {
 #pragma unroll
@@ -290,6 +291,9 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       bar_sync(turn_of(group), 256);
       wgmma_fence();
       issue_qk(base + S::kK + kSlot * S::kKeyTile);
+      // By the factors of the step before, while the scores are multiplied: with heads over 128 neither exponentials
+      // nor registers are left to hide it behind.
+      if constexpr (D > 128) rescale_always();
       mbar_wait(bars.v_full(kOther), kSlot == 0 ? parity ^ 1 : parity);
       if constexpr (K::kFence) fence_proxy_async();
       wgmma_fence_operand(acc.o);
@@ -312,15 +316,13 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_wait<0>();
         wgmma_fence_operand(acc.o);
         release(bars.v_empty(kOther));
-#pragma unroll
-        for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
+        rescale_always();
       } else {
         wgmma_fence_operand(s);
         if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());  // as below
         wgmma_wait<0>();
         wgmma_fence_operand(acc.o);
         release(bars.v_empty(kOther));
-        rescale();
       }
       convert_weights();
     };
@@ -349,6 +351,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
             const int unmasked =
                 K::kWindow ? top - seen_from + 1 : work.count;  // the end of the tiles without a mask
             uint32_t parity = bars.parity(tile + i);
+            if constexpr (D > 128) factor[0] = factor[1] = 1.f;
 #pragma unroll 1
             for (; i + 1 < min(unmasked, work.count); i += 2, parity ^= 1) {
               plain_step(std::integral_constant<int, 0>(), i, parity);
@@ -357,6 +360,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
               if (K::kWindow && kGroups == 2 ? top < -1 : zero != 0) break;
               plain_step(std::integral_constant<int, 1>(), i + 1, parity);
             }
+            if constexpr (D > 128) rescale();
             if (i >= work.count) break;
           }
         }
