@@ -190,7 +190,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     uint32_t weights[kKeys / 16][4];
     // Turns the scores of a tile into weights.
     const auto softmax_tile = [&](int i) {
-      scores.adjust(p, cap, smem, mine, s, tile + i);
+      scores.template adjust<false>(p, cap, smem, mine, s, tile + i);
       const int n = top - i;
       if (n >= seen_to || (K::kWindow && n < seen_from)) {
         const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
@@ -304,7 +304,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wgmma_fence_operand(s);
       release(bars.k_empty(kSlot));
       if constexpr (kSlot == 1) free_q(i);
-      scores.adjust(p, cap, smem, mine, s, tile + i);
+      scores.template adjust<true>(p, cap, smem, mine, s, tile + i);
       const float2 before = make_float2(acc.l[0], acc.l[1]);
       const float early = softmax<(D <= 128)>(s, acc, factor, scores.scale_log2, zero);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
@@ -347,7 +347,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       for (i += step; i < work.count; i += step) {
         // Tiles in pairs, each in its slot, as long as no key is masked and the values of tile 0 are behind.
         if constexpr (K::kPairs) {
-          if (!shared && i > 1 && (tile + i) % 2 == 0 && top - i < seen_to) {
+          if (!shared && i > 1 && (tile + i) % 2 == 0 && top - i < seen_to && scores.in_pairs(cap)) {
             const int unmasked =
                 K::kWindow ? top - seen_from + 1 : work.count;  // the end of the tiles without a mask
             uint32_t parity = bars.parity(tile + i);

@@ -314,7 +314,8 @@ struct Varlen {
     UniformScale scale_log2;
     __device__ __forceinline__ Scores(const Params& p, const Cap&, uint8_t*, const Work&, int, int, bool, int)
         : scale_log2{p.scale_log2} {}
-    template <typename... Args>
+    static __device__ __forceinline__ bool in_pairs(const Cap&) { return true; }
+    template <bool PAIRS, typename... Args>
     __device__ __forceinline__ void adjust(const Args&...) const {}
     template <typename... Args>
     __device__ __forceinline__ void adjust_sums(const Args&...) const {}
