@@ -201,8 +201,9 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         mask_scores(s, begins, ends);
       }
       const float2 before = make_float2(acc.l[0], acc.l[1]);
-      softmax<false>(s, acc, factor, scores.scale_log2, zero);
+      const float early = softmax<false>(s, acc, factor, scores.scale_log2, zero);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
+      return early;
     };
     const auto values_landed = [&](int i) {
       if (i == 0 && K::ends_within(p, work))
@@ -282,6 +283,10 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       release(bars.v_empty(tile + i));
     };
 
+    // Whether the last exponentials of a step hide what follows the products of the values: wide heads have no registers
+    // for it, and over codes all tiles wait behind them.
+    constexpr bool kHides = D <= 128 && K::kPairs;
+
     // A tile of scores without masks in slot SLOT, and the values of the tile before in the other one. parity: of the
     // slots of the keys.
     const auto plain_step = [&](auto slot, int i, uint32_t parity) {
@@ -308,7 +313,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       const float2 before = make_float2(acc.l[0], acc.l[1]);
       const float early = softmax<(D <= 128)>(s, acc, factor, scores.scale_log2, zero);
       scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
-      if constexpr (D <= 128) {
+      if constexpr (kHides) {
         // Never true, since weights and factors are not negative. ptxas would hoist the wait above all exponentials,
         // but not above what such a branch needs: by then the products are done, and the exponentials that are left
         // hide rescaling, by 1 where the maxima stay, and conversion.
@@ -378,7 +383,18 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_fence_operand(s);
         release(bars.k_empty(tile + i));
         free_q(i);
-        softmax_tile(i);
+        const float early = softmax_tile(i);
+        if constexpr (kHides) {
+          if (early < 0.f) mbar_arrive(bars.q_full());  // as in plain_step
+          wgmma_wait<0>();
+          wgmma_fence_operand(acc.o);
+          release(bars.v_empty(tile + i - step));
+          if (shared) skip_values(i - 1);
+          rescale_always();
+          convert_weights();
+          add = 1;
+          continue;
+        }
         wgmma_fence_operand(s);
         // Never true, since sums of weights are not negative. ptxas would hoist the wait above the exponentials, but
         // not across such a branch. tests/kernels/test_sm90_cubins.py checks the order.
