@@ -31,7 +31,8 @@ STACK_ON_RECORD = {
     "paged_decode_codes_d256": 16,
     **{f"paged_attention_{x}_d128_boxes_cap": 80 for x in ("bf16", "fp16")},
     **{f"paged_attention_{x}_d256_boxes": 280 for x in ("bf16", "fp16")},
-    **{f"paged_attention_{x}_d256_boxes_cap": 272 for x in ("bf16", "fp16")},
+    **{f"paged_attention_{x}_d256_boxes_cap": 304 for x in ("bf16", "fp16")},
+    **{f"paged_attention_{x}_d128_rows_cap": 16 for x in ("bf16", "fp16")},
     **{f"paged_prompts_{x}_d64": 80 for x in ("bf16", "fp16")},
     **{f"varlen_attention_{x}_d192_d128": 56 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
@@ -328,7 +329,8 @@ def test_decode_attention(step: int) -> None:
 
 
 def test_wide_attention() -> None:
-    """Every instance is present; six words at most are spilled between products, which do not wait for the exponentials of the previous tile."""
+    """Every instance is present; six words at most are spilled between products, which do not wait for the exponentials of the previous tile,
+    and more only with a soft cap, of which the loop over pairs has eight in a step."""
     usage = [
         row for rows in resources().values() for row in rows if re.match("paged_attention_.*_d256", row[0])
     ]
@@ -341,13 +343,16 @@ def test_wide_attention() -> None:
         scores, values = 256 // 16, 2 * 64 // 16
         assert len(re.findall("HGMMA", text)) == 4 * (scores + values), name
         assert "UTMALDG.4D" in text and "USETMAXREG" in text, name
-        assert len(re.findall("STL", text[text.index("HGMMA") : text.rindex("HGMMA")])) <= 6, name
-        exponentials = 64 if name.endswith("_cap") else 32
+        capped = name.endswith("_cap")
+        spilled = len(re.findall("STL", text[text.index("HGMMA") : text.rindex("HGMMA")]))
+        assert spilled <= (56 if capped else 6), (name, spilled)
+        exponentials = 64 if capped else 32
         spans = waits_for_scores(text)
         assert len(spans) == 3 and min(spans) >= exponentials, f"{name}: exponentials wait for the values"
         for step in pair_steps(name, text, scores, values):
             (turn,) = places(step, "BAR.SYNC")
             assert len(places(step[:turn], CONVERSION)) == 64 // 4, f"{name}: weights are converted late"
+            assert len(re.findall("STL", "\n".join(step))) <= (8 if capped else 0), f"{name}: spills in pairs"
 
 
 def test_varlen_attention() -> None:
