@@ -49,6 +49,21 @@ def problem_of(moe: Any, scheme: str) -> str:
     )
 
 
+def stored_names(layer: Any, prefix: str) -> dict[str, str]:
+    """What the checkpoint calls the matrices of an expert, by vLLM's ids of their shards: gate ``w1``, down ``w2``, up ``w3``.
+
+    Layers of vLLM 0.24 do not say it: only their model knows, which tells its loader. There the names follow from what the model's block is
+    called, as Transformers names both. They decide which rule of a format a matrix falls under, and what messages call it.
+    """
+    if hasattr(layer, "ckpt_gate_proj_name"):
+        stored = (layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name)
+    elif prefix.endswith("block_sparse_moe.experts"):
+        stored = ("w1", "w2", "w3")
+    else:
+        stored = ("gate_proj", "down_proj", "up_proj")
+    return dict(zip(("w1", "w2", "w3"), stored, strict=True))
+
+
 class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is read without types
     """The routed experts of a layer. `read` makes a weight from the tensors of one expert's matrix."""
 
@@ -81,11 +96,7 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read expert after expert, cut for this rank, pack, and verify the kernels."""
         device = self.collected.device
-        names = {
-            "w1": layer.ckpt_gate_proj_name,
-            "w3": layer.ckpt_up_proj_name,
-            "w2": layer.ckpt_down_proj_name,
-        }
+        names = stored_names(layer, self.prefix)
         w13 = [
             concat([self._read(expert, shard, names[shard]).to(device) for shard in ("w1", "w3")], 0)
             for expert in range(self.experts)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from gristmill.integrations.product import stored_scheme
-from gristmill.integrations.vllm.experts import GristmillExpertsMethod, unserved_experts
+from gristmill.integrations.vllm.experts import GristmillExpertsMethod, stored_names, unserved_experts
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.report import REPORT
@@ -138,7 +138,9 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         if self.stored is None:
             scheme = str(self._scheme())
         else:
-            scheme = stored_scheme(open_format(self.stored), [f"{prefix}.0.{layer.ckpt_gate_proj_name}"])
+            scheme = stored_scheme(
+                open_format(self.stored), [f"{prefix}.0.{stored_names(layer, prefix)['w1']}"]
+            )
         if scheme == "":
             reason: str | None = "they are stored in floats"
         else:

@@ -41,15 +41,20 @@ def of_vllm(host: Host, folder: Path | str, **options: Any) -> Any:
 
     One at a time: an engine takes the groups of processes down that the next one in this process has made.
     """
-    while OPEN:
-        OPEN.pop().llm_engine.engine_core.shutdown()
-        gc.collect()
+    shut_down()
     REPORT.layers.clear()
     made = host(
         folder, **{"worker_cls": "auto", "quantization": "gristmill", "enforce_eager": True, **options}
     )
     OPEN.append(made)
     return made
+
+
+def shut_down() -> None:
+    """End the engines that are open."""
+    while OPEN:
+        OPEN.pop().llm_engine.engine_core.shutdown()
+        gc.collect()
 
 
 def runtime(folder: Path | str, ids: Sequence[list[int]], **options: Any) -> list[list[int]]:
