@@ -100,7 +100,7 @@ def _cut_rows() -> list[object]:
     return rows
 
 
-INTERPRETED = {"linear": {"n": 64}, "grouped_linear": {"n": 64, "e": 4}}
+INTERPRETED = {"linear": {"n": 64}, "grouped_linear": {"n": 64, "e": 4}, "moe": {"h": 256, "i": 128, "e": 8}}
 """Sizes of `shrink` for the interpreter, which takes up to a minute for the 1024 rows that `shrink` leaves.
 """
 
