@@ -3,9 +3,11 @@ it."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +19,7 @@ from gristmill.autotune.place import place
 from gristmill.autotune.rounds import ROUNDS, Rounds
 from gristmill.bench import baseline
 from gristmill.bench.cli import cli
-from gristmill.bench.compare import GAP, WRONG, Case, compare
+from gristmill.bench.compare import GAP, WRONG, Case, Row, compare
 from gristmill.bench.result_file import ResultError
 from gristmill.bench.statistics.race import race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule
@@ -71,22 +73,17 @@ def run(*arguments: str) -> Result:
     return result
 
 
+@cache
+def compared() -> list[Row]:
+    """Rows of rms_norm_cpu against torch on this machine, timed once."""
+    torch = default_registry().kernel("rms_norm", "rms_norm_torch")
+    case = Case(slowed.OP, slowed.OP.problem(PROBLEM), torch, (slowed.HONEST,))
+    return compare([case], place("cpu"), Rule(min_effect=0.3))
+
+
 def written(path: Path, ratio: float = 1.0) -> Path:
     """Writes a baseline of rms_norm_cpu on this machine with its ratios multiplied by `ratio`."""
-    here = place("cpu")
-    rows = compare(
-        [
-            Case(
-                slowed.OP,
-                slowed.OP.problem(PROBLEM),
-                default_registry().kernel("rms_norm", "rms_norm_torch"),
-                (slowed.HONEST,),
-            )
-        ],
-        here,
-        Rule(min_effect=0.3),
-    )
-    baseline.update(path, here, rows, portable=True)
+    baseline.update(path, place("cpu"), compared(), portable=True)
     if ratio != 1.0:
         data = json.loads(path.read_text())
         for entry in data["parts"][0]["entries"]:
@@ -167,7 +164,7 @@ def test_one_wrong_block_scale_is_2_every_time(
 
 
 def test_too_noisy_is_3() -> None:
-    rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
+    rows = copy.deepcopy(compared())
     entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 0.5, 2.0)
     rows[0].noise = 0.4  # the yardstick, timed twice, seems to differ from itself
     checked = baseline.against([entry], rows, Rule(min_effect=0.3))
@@ -267,7 +264,7 @@ class _Noisy:
 
 
 def test_a_wrong_result_outranks_a_slow_one(tmp_path: Path) -> None:
-    rows = compare([_case()], place("cpu"), Rule(min_effect=0.3))
+    rows = compared()
     entry = baseline.Entry("rms_norm", rows[0].problem, rows[0].kernel, rows[0].baseline, 1.0, 1.0, 1.0)
     verdicts = [baseline.Checked(entry, v, "", None, rows[0]) for v in (SAME, SLOWER, GAP, WRONG)]
     assert [baseline.exit_code(verdicts[:n]) for n in (1, 2, 3, 4)] == [0, 1, 1, 2]

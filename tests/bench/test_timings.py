@@ -245,7 +245,7 @@ def test_floors_are_read_in_the_way_that_rows_are_timed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("gristmill.autotune.floor.ceilings", lambda device: Ceilings(1e3, 1e3, (), 0.0))
     size = OP.cost(OP.problem("m=64,n=4096")).bytes
-    for command, copies in ((BENCH, 64), (COMPARE, 64), ((*COMPARE, "--hot"), 1)):
+    for command, copies in ((BENCH, 16), (COMPARE, 16), ((*COMPARE, "--hot"), 1)):
         (row,) = answer(*command)
         assert (
             row["floor_source"].startswith(f"read kernel of {size} bytes, {copies} in turn (")
