@@ -26,6 +26,7 @@ from gristmill.bench.shapes import Step, calls, load_config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key
 from tests.bench import cheats, slowed
+from tests.short_rotations import rotations_are_short  # noqa: F401
 
 ONE = ("--workers", "1")
 """Of few candidates: a process that verifies takes longer to start than they do."""

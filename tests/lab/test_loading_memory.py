@@ -87,7 +87,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
     monkeypatch.setattr(memory, "BLOCK", 1 << 18)  # the rest of a block counts as memory here, touched or not
 
     def make(kind: str) -> Path:
-        loading_memory.synthesize(kind, tmp_path, 80_000_000)
+        loading_memory.synthesize(kind, tmp_path, 40_000_000)
         return tmp_path
 
     return make
