@@ -5,7 +5,6 @@
 //    and W goes from global memory to registers without shared memory.
 //  - K is split over the warps of a CTA and the CTAs of a cluster. Their sums are reduced in shared memory in a fixed
 //    order: the result is bitwise reproducible.
-//  - x comes from the L2 for each tile of W anew. With more than 8 rows tiles of 64 rows of W halve what is read of it.
 //  - Weights are constant, so their first loads are issued before griddepcontrol.wait; x is read after it.
 //  - With silu_mul the 16 rows of a tile are 8 of gate and 8 of up, so that a lane has both of a column.
 #include <cstdint>
@@ -54,10 +53,8 @@ template <typename T, int NT, int RT>
 __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   constexpr int kDepth = 4 / RT;               // steps of W in flight
   constexpr int kAhead = NT > 1 ? 2 : kDepth;  // steps of x in flight
-  // Independent sums of each tile: eight products in a row hide the latency of one.
-  constexpr int kChains = RT * NT >= 8 ? 1 : 2;
-  constexpr int kElems = RT * NT * 32;  // float4 of a warp's sums
-  extern __shared__ float4 sums[];      // of each warp; then those of the cluster's CTAs
+  constexpr int kElems = RT * NT * 32;         // float4 of a warp's sums
+  extern __shared__ float4 sums[];             // of each warp; then those of the cluster's CTAs
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), warps = blockDim.x >> 5;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1);
@@ -124,7 +121,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   for (int i = 0; i < kAhead; ++i)
     if (i < steps) load_columns(i, i);
 
-  float acc[RT][NT][kChains][4] = {};
+  float acc[RT][NT][2][4] = {};  // two independent chains of products
 #pragma unroll 1
   for (int base = 0; base < steps; base += kDepth) {
 #pragma unroll
@@ -141,7 +138,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
           for (int n = 0; n < NT; ++n) {
             const uint4 v = x[i % kAhead][n][c];
             Num<T>::mma(acc[r][n][0], low, v.x, v.y);
-            Num<T>::mma(acc[r][n][kChains - 1], high, v.z, v.w);
+            Num<T>::mma(acc[r][n][1], high, v.z, v.w);
           }
         }
       if (step + kDepth < steps) load_step(i, step + kDepth);
@@ -153,12 +150,9 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   for (int r = 0; r < RT; ++r)
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      float (&u)[4] = acc[r][n][0];
-      if constexpr (kChains == 2) {
-        const float (&v)[4] = acc[r][n][1];
-        u[0] += v[0], u[1] += v[1], u[2] += v[2], u[3] += v[3];
-      }
-      sums[warp * kElems + (r * NT + n) * 32 + lane] = make_float4(u[0], u[1], u[2], u[3]);
+      const float (&u)[4] = acc[r][n][0], (&v)[4] = acc[r][n][1];
+      sums[warp * kElems + (r * NT + n) * 32 + lane] =
+          make_float4(u[0] + v[0], u[1] + v[1], u[2] + v[2], u[3] + v[3]);
     }
   __syncthreads();
 
@@ -226,16 +220,12 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
 #define GM_KERNELS                                   \
   GM_KERNEL(dense_fp16_8_1, 1, __half, 1, 1)         \
   GM_KERNEL(dense_fp16_8_2, 1, __half, 1, 2)         \
-  GM_KERNEL(dense_fp16_8_4, 1, __half, 1, 4)         \
   GM_KERNEL(dense_fp16_16_1, 1, __half, 2, 1)        \
   GM_KERNEL(dense_fp16_16_2, 1, __half, 2, 2)        \
-  GM_KERNEL(dense_fp16_16_4, 1, __half, 2, 4)        \
   GM_KERNEL(dense_bf16_8_1, 2, __nv_bfloat16, 1, 1)  \
   GM_KERNEL(dense_bf16_8_2, 2, __nv_bfloat16, 1, 2)  \
-  GM_KERNEL(dense_bf16_8_4, 2, __nv_bfloat16, 1, 4)  \
   GM_KERNEL(dense_bf16_16_1, 2, __nv_bfloat16, 2, 1) \
-  GM_KERNEL(dense_bf16_16_2, 2, __nv_bfloat16, 2, 2) \
-  GM_KERNEL(dense_bf16_16_4, 2, __nv_bfloat16, 2, 4)
+  GM_KERNEL(dense_bf16_16_2, 2, __nv_bfloat16, 2, 2)
 
 #ifdef __CUDACC__
 GM_KERNELS

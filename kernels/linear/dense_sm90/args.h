@@ -32,7 +32,7 @@ struct GmLinearDenseArgs {
   int32_t silu_mul;
   // programmatic dependent launch
   int32_t pdl;
-  // tiles of 16 rows of W per warp: 1, 2 or 4
+  // tiles of 16 rows of W per warp: 1 or 2
   int32_t rt;
   // warps of a CTA, along K: 1 to 8
   int32_t wk;

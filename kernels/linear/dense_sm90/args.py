@@ -20,7 +20,7 @@ ARGS = ArgumentStruct(
     int32_t type;  // of all tensors: 1 fp16, 2 bf16
     int32_t silu_mul;  // y = silu(z[:, : n / 2]) * z[:, n / 2 :]
     int32_t pdl;  // programmatic dependent launch
-    int32_t rt;  // tiles of 16 rows of W per warp: 1, 2 or 4
+    int32_t rt;  // tiles of 16 rows of W per warp: 1 or 2
     int32_t wk;  // warps of a CTA, along K: 1 to 8
     int32_t split;  // CTAs of a cluster, along K: 1, 2, 4 or 8
     """,
