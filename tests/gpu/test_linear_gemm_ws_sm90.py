@@ -57,7 +57,7 @@ def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
         partitions = [
             gemm_ws.Partition(split, 0, grid)
             for split in (1, 2, 4, 8)
-            if split <= shape.mt // 8 // shape.slices and groups // split >= shape.slices
+            if shape.mt // 8 // shape.slices % split == 0 and groups // split >= shape.slices
         ]
         if shape.slices == 1:
             partitions += [gemm_ws.Partition(1, even, ctas) for even in (1, 2) for ctas in (grid, grid + 1)]

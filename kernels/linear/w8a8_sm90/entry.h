@@ -3,9 +3,8 @@
 #include "instances.h"
 #include "staggered.cuh"
 
-// Rows of operand A and of B, whether A is x (2: and the warpgroups multiply in turns; 3: half a slot apart; 4: and CTAs
-// come in pairs; 5, 6: as 3, 4 with tiles of y staged whole; 7, 8: as 3, 4 with
-// sums of two slots in the tensor cores), warpgroups, blocks of 64 rows for each, CTAs of a multiprocessor.
+// Rows of operand A and of B, whether A is x (2: and the warpgroups multiply in turns; 3: half a slot apart; 4: and tiles of
+// y are staged whole; 5: and CTAs come in pairs), warpgroups, blocks of 64 rows for each, CTAs of a multiprocessor.
 #define GM_SHAPES(K)      \
   K(64, 8, 0, 1, 1, 4)    \
   K(64, 16, 0, 1, 1, 4)   \
@@ -24,15 +23,8 @@
   K(256, 128, 2, 2, 2, 1)
 #define GM_STAGGERED(K)   \
   K(256, 128, 3, 2, 2, 1) \
-  K(128, 64, 4, 2, 1, 1)  \
-  K(128, 128, 4, 2, 1, 1) \
   K(256, 128, 4, 2, 2, 1) \
-  K(256, 128, 5, 2, 2, 1) \
-  K(128, 64, 6, 2, 1, 1)  \
-  K(128, 128, 6, 2, 1, 1) \
-  K(256, 128, 6, 2, 2, 1) \
-  K(256, 128, 7, 2, 2, 1) \
-  K(256, 128, 8, 2, 2, 1)
+  K(128, 128, 5, 2, 1, 1)
 
 #ifdef __CUDACC__
 
@@ -47,15 +39,14 @@ GM_SHAPES(GM_ONE)
     gm::w8a8::product_in_turns<gm::w8a8::GM_TYPE, Shape>(p, w, x);                        \
   }
 GM_TURNS(GM_IN_TURNS)
-#define GM_ONE_STAGGERED(rows, columns, plain, warpgroups, halves, ctas)                                  \
-  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)                     \
-      GM_NAMED(GM_NAME, rows, columns, plain)(                                                            \
-          const __grid_constant__ gm::w8a8::Params p, const __grid_constant__ CUtensorMap w,              \
-          const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap y) {                 \
-    using Shape = gm::w8a8::Shape<warpgroups, halves, columns, true, GM_BLOCKS>;                          \
-    using Staggered =                                                                                     \
-        gm::w8a8::Staggered<Shape, (plain) % 2 == 0, (plain) == 5 || (plain) == 6, (plain) >= 7 ? 2 : 1>; \
-    gm::w8a8::product_staggered<gm::w8a8::GM_TYPE, Staggered>(p, w, x, y);                                \
+#define GM_ONE_STAGGERED(rows, columns, plain, warpgroups, halves, ctas)                     \
+  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)        \
+      GM_NAMED(GM_NAME, rows, columns, plain)(                                               \
+          const __grid_constant__ gm::w8a8::Params p, const __grid_constant__ CUtensorMap w, \
+          const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap y) {    \
+    using Shape = gm::w8a8::Shape<warpgroups, halves, columns, true, GM_BLOCKS>;             \
+    using Staggered = gm::w8a8::Staggered<Shape, (plain) == 5, (plain) >= 4>;                \
+    gm::w8a8::product_staggered<gm::w8a8::GM_TYPE, Staggered>(p, w, x, y);                   \
   }
 GM_STAGGERED(GM_ONE_STAGGERED)
 
@@ -73,11 +64,11 @@ Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE) GM_TURNS(GM_W8A8_INSTANCE)
 
 // Staggered instances have a third barrier for each slot; those in pairs are launched as clusters of two.
 bool is_staggered(const Instance& one) { return one.plain >= 3; }
-int ctas_of_pair(const Instance& one) { return is_staggered(one) && one.plain % 2 == 0 ? 2 : 1; }
+int ctas_of_pair(const Instance& one) { return one.plain == 5 ? 2 : 1; }
 // Shared memory of a slot, and of the end of a tile: 64 rows of y are staged for each warpgroup, or all.
 int slot_bytes(const Instance& one) { return one.slot_bytes + (is_staggered(one) ? 8 : 0); }
 int end_bytes(const Instance& one) {
-  if (one.plain != 5 && one.plain != 6) return one.epilogue_bytes;
+  if (one.plain < 4) return one.epilogue_bytes;
   const int scales = one.rows / 2 * 8 + one.columns * 8;  // of a warpgroup
   return one.rows * one.columns * 2 + 2 * ((scales + 1023) / 1024 * 1024);
 }

@@ -10,11 +10,6 @@
 // the rings of both (multicast), so that 256 x 128 tiles take 32 KB a slot from L2 and not 48. A slot is filled again
 // when the warps of both CTAs have left it.
 //
-// EVERY: with scales per channel and token, the products of two slots may be summed in the tensor cores, which keep about
-// 14 bits of a sum, before they are added to the float32 sums. Of bf16 that changes the third digit of the error: sums of
-// 128 columns have 8 % of the error that rounding to bf16 makes, those of 256 have 13 %. fp16 rounds eight times finer, so
-// its sums are of 128 columns always.
-//
 // WHOLE: a tile of y is staged whole, and stored by TMA while the next one is multiplied. All CTAs end their tiles at
 // about the same time, and memory takes longer for what they store than the warps could wait with few products to a tile.
 #pragma once
@@ -24,11 +19,9 @@
 
 namespace gm::w8a8 {
 
-// EVERY: slots whose products are summed in the tensor cores, where scales permit it and y is bf16.
-template <class S, bool PAIRS, bool WHOLE, int EVERY>
+template <class S, bool PAIRS, bool WHOLE>
 struct Staggered : S {
   static constexpr bool kWhole = WHOLE;
-  static constexpr int kEvery = S::kBlocks ? 1 : EVERY;
   static constexpr int kCtas = PAIRS ? 2 : 1;
   static constexpr int kTable = WHOLE ? S::kTokens * S::kColumns * 2 : S::kTable;
   // A whole tile lies in the swizzle of TMA, a pattern of 1024 bytes.
@@ -163,60 +156,50 @@ __device__ __forceinline__ void produce_shares(const Params& p, const void* w_ma
 
 // Issues the products of a slot with 64 rows of x, as multiply_slot does: a, b are the lower words of descriptors.
 template <typename T, class S>
-__device__ __forceinline__ void multiply_described(float (&d)[S::kSums], uint32_t a, uint32_t b, int add) {
+__device__ __forceinline__ void multiply_described(float (&d)[S::kSums], uint32_t a, uint32_t b) {
   using Operands = typename T::template Operands<true>;
   const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
   wgmma_fence();
 #pragma unroll
   for (int s = 0; s < 4; ++s)
-    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0 ? 1 : add);
+    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0);
   wgmma_commit();
 }
 
 // Main loop of a tile with two blocks of 64 rows for each warpgroup. SAME: the rows of W of the tile share a block row.
-// EVERY: the slots whose products are summed in the tensor cores before they are added to the float32 sums.
 // rows: the warpgroup's first row of x in the tile; my_row: the thread's, of 64. n: first row of W.
-template <typename T, class S, bool SAME, int EVERY, typename Release>
+template <typename T, class S, bool SAME, typename Release>
 __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums)[2][S::kSums], Ring<S>& ring,
                                                    TileScales<S>& scales, int warpgroup, int my_row, int n,
                                                    const Release& release) {
-  static_assert(EVERY == 1 || !S::kBlocks);
   const int rows = warpgroup * 128;
   const auto lower = [](uint32_t address) {
     return static_cast<uint32_t>(swizzle128_descriptor(0)) | (address & 0x3ffff) >> 4;
   };
   const uint32_t first_a = lower(ring.base + rows * kBlockK), first_b = lower(ring.base + ring.slots * S::kA);
   float part[S::kSums];
-  // The products of COUNT slots, from that of block k on.
-  const auto multiply = [&](auto count, int k) {
-    constexpr int kCount = decltype(count)::value;
-    uint32_t a[kCount], b[kCount], empty[kCount], middle[kCount];
+#pragma unroll 1
+  for (int k = 0; k < p.k_blocks; ++k) {
     [[maybe_unused]] float x[2][2], w = 1.f;
     if constexpr (S::kBlocks && SAME) w = scales.at(p, k);
-    const uint32_t parity = ring.parity;
-    [[maybe_unused]] const uint32_t from = ring.scales + (rows + my_row) * 4;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i, ring.next()) {
-      a[i] = first_a + ring.index * (S::kA / 16), b[i] = first_b + ring.index * (S::kB / 16);
-      empty[i] = ring.empty(), middle[i] = middle_of(ring);
-      mbar_wait(ring.full, ring.parity);
-    }
+    const uint32_t parity = ring.parity, from = ring.scales + (rows + my_row) * 4;
+    const uint32_t a = first_a + ring.index * (S::kA / 16), b = first_b + ring.index * (S::kB / 16);
+    const uint32_t empty = ring.empty(), middle = middle_of(ring);
+    mbar_wait(ring.full, parity);
+    ring.next();
     if constexpr (S::kBlocks) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = ld_shared<float>(from + i / 2 * 256 + i % 2 * 32);
     }
-    if (warpgroup == 1) mbar_wait(middle[0], parity);
+    if (warpgroup == 1) mbar_wait(middle, parity);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        multiply_described<T, S>(part, a[i] + h * (64 * kBlockK / 16), b[i], i > 0);
-      if (kCount > 1 && h == 1) wgmma_wait<1>(), release(empty[0]);
+      multiply_described<T, S>(part, a + h * (64 * kBlockK / 16), b);
       wgmma_wait<0>();
       if (h == 1)
-        release(empty[kCount - 1]);
+        release(empty);
       else if (warpgroup == 0 && (threadIdx.x & 31) == 0)
-        for (const uint32_t each : middle) mbar_arrive(each);  // all, to keep to the parity of the ring
+        mbar_arrive(middle);
       wgmma_fence_operand(part);
       if constexpr (!S::kBlocks) {
 #pragma unroll
@@ -243,11 +226,7 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
       }
       wgmma_fence_operand(sums[h]);  // before the next products overwrite part
     }
-  };
-  int k = 0;
-#pragma unroll 1
-  for (; k + EVERY <= p.k_blocks; k += EVERY) multiply(std::integral_constant<int, EVERY>(), k);
-  if (EVERY > 1 && k < p.k_blocks) multiply(std::integral_constant<int, 1>(), k);
+  }
 }
 
 template <typename T, class S>
@@ -326,11 +305,10 @@ __device__ __forceinline__ void product_staggered(const Params& p, const CUtenso
         multiply_integers(p, sums, ring, multiply, release);
       } else if constexpr (S::kHalves == 2) {
         const int my_row = my_rows + (lane >> 2);
-        if (S::kBlocks ? scales.same : S::kEvery > 1 && !p.half)
-          multiply_staggered<T, S, true, S::kEvery>(p, sums, ring, scales, warpgroup, my_row, tile.n,
-                                                    release);
+        if (S::kBlocks && scales.same)
+          multiply_staggered<T, S, true>(p, sums, ring, scales, warpgroup, my_row, tile.n, release);
         else
-          multiply_staggered<T, S, false, 1>(p, sums, ring, scales, warpgroup, my_row, tile.n, release);
+          multiply_staggered<T, S, false>(p, sums, ring, scales, warpgroup, my_row, tile.n, release);
       } else {
         float parts[2][kSums];
         Factors<S> factors[2];
