@@ -67,6 +67,7 @@ class BlockPool:
         self.on_evict: Callable[[int, Any], None] | None = None
         self.num_available = num_blocks  # free + cached, the length of the queue
         self.num_cached = 0
+        self.shares = 0  # owners that `share` has added so far
         # Links of the queue. Index num_blocks is the sentinel: its next is the front, its prev is the tail.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._prev: list[int] = [num_blocks, *range(num_blocks)]
@@ -129,6 +130,7 @@ class BlockPool:
             self._unlink(block)
             self.num_cached -= 1
         self.refs[block] += 1
+        self.shares += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one owner from each block of a table.
@@ -249,6 +251,7 @@ class PoolTransaction:
             int, None
         ] = {}  # released by this transaction with registered content: reused last, oldest first
         self.available = pool.num_available
+        self.shares = pool.shares
         self.evicted: dict[int, None] = {}  # blocks whose registered content the transaction evicts, in order
         self.ops: list[tuple[PoolOp, Sequence[int]]] = []
 
@@ -280,6 +283,7 @@ class PoolTransaction:
                 self.available -= 1
                 self._tail.pop(block, None)
             self._refs[block] = refs + 1
+        self.shares += len(blocks)
         self.ops.append((PoolOp.SHARE, list(blocks)))
 
     def release(self, blocks: Sequence[int]) -> None:

@@ -66,6 +66,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._table)
 
+    def __contains__(self, hash_: int) -> bool:
+        """Whether a content with this hash is registered; only `match` says whether it is the one that is looked for."""
+        return hash_ in self._table
+
     def extend_hashes(self, hashes: list[int], tokens: Sequence[int], extra: Hashable = None) -> None:
         """Append the hashes of the full blocks of `tokens` that `hashes` does not have yet."""
         size = self._pool.block_size

@@ -48,6 +48,8 @@ class Request:
     bypassed    younger requests admitted before this one while it waits for blocks
     steady      while `computed` is below it, a step computes one token of the request, and needs no block; set with every other change
     started     whether it has been admitted before; such requests run to their end while the queue is paused
+    refusal     what the last try to admit it has found: blocks in the prefix cache, blocks that are needed besides those that others hold, and
+                `BlockPool.shares` at that time. A memo of the scheduler
     reads_cache whether it may use blocks of the prefix cache; False if every position of the prompt must be computed
     """
 
@@ -71,6 +73,7 @@ class Request:
         "priority",
         "prompt_len",
         "reads_cache",
+        "refusal",
         "registered",
         "row",
         "started",
@@ -126,6 +129,7 @@ class Request:
         self.drafts: list[int] = []
         self.bypassed = 0
         self.reads_cache = True
+        self.refusal: tuple[int, int, int] | None = None
         self.started = False
         self.steady = 0
         self.preemptions = 0

@@ -356,7 +356,7 @@ class Scheduler(SchedulerState):
             self.free_rows.append(request.row)
             request.row = -1
         request.registered = request.steady = 0
-        request.last_cached = None
+        request.last_cached = request.refusal = None
 
     def _check_results(self, step: ScheduledStep, sampled_ids: Sequence[int | Sequence[int]]) -> None:
         entries = step.sampling()

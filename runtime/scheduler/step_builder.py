@@ -1,4 +1,4 @@
-"""Builds one step. It reads the scheduler and writes only to itself, so a step can be dropped without effect.
+"""Builds one step. It reads the scheduler and writes only to itself, and memos (`Request.refusal`), so a step can be dropped without effect.
 
 Order of a step: running requests that need one token (decode) first, so that no prompt can starve them; then running
 prompts; then the waiting queue, unless a request had to be preempted. The order of service and preemption by
@@ -188,23 +188,32 @@ class StepBuilder:
             if seats == 0 or self.budget == 0 or self.pool.available - owed <= 0:
                 return
             known = len(request.tokens)
-            hits = self._hits(request)
-            if self._is_coming(request, len(hits), coming):  # waits a step rather than compute the same
+            spare = keep if running or self.step.admitted else 0
+            room = self.pool.available - owed - spare
+            need, length = self._least_need(request) if running else (0, 0)
+            unknown = need == 0 or need <= room
+            hits: list[CachedBlock] = []
+            if unknown:
+                hits = self._hits(request)
+                length = len(hits)
+            if self._is_coming(request, length, coming):  # waits a step rather than compute the same
                 deferred += 1
                 if deferred == LOOKAHEAD:
                     return
                 continue
-            start = len(hits) * config.block_size
+            start = length * config.block_size
             count = self._chunk(start, known)
             if count == 0:
                 return
-            # Shared blocks that are not referenced yet are no longer available either.
-            table = self.cache.table(hits) if self.cache is not None else []
-            shared = [block for block in table if block != null]
-            need = config.most_held(known) - sum(self.pool.refs(block) > 0 for block in shared)
-            spare = keep if running or self.step.admitted else 0
-            answer = admission(need, self.pool.available - owed - spare, config.num_blocks)
-            if answer is not Admission.ADMIT:
+            table: list[int] = []
+            shared: list[int] = []
+            if unknown:
+                # Shared blocks that are not referenced yet are no longer available either.
+                table = self.cache.table(hits) if self.cache is not None else []
+                shared = [block for block in table if block != null]
+                need = config.most_held(known) - sum(self.pool.refs(block) > 0 for block in shared)
+                request.refusal = (length, need, self.pool.shares)
+            if admission(need, room, config.num_blocks) is not Admission.ADMIT:
                 # Scheduler.add has refused NEVER; a skipped request keeps its place in the queue.
                 skipped.append(request)
                 if not self._may_bypass(skipped):
@@ -229,6 +238,21 @@ class StepBuilder:
         return len(skipped) < LOOKAHEAD and all(
             r.bypassed + now.get(r.id, 0) < self.config.max_bypass for r in skipped
         )
+
+    def _least_need(self, request: Request) -> tuple[int, int]:
+        """Blocks without which a waiting request cannot be admitted, and how many of it are in the prefix cache, as the last try has found them;
+        0 and 0 if they may have become fewer since.
+
+        To find out again takes as long as its prompt is, in every step while it waits. What it needs becomes less only where others get blocks
+        that it could share, or compute the one after those. Blocks that are evicted and computed again by others are overlooked, until there is
+        room without them, others share blocks, or nothing runs.
+        """
+        if request.refusal is None or len(self.config.windows) > 1:
+            return 0, 0
+        length, need, shares = request.refusal
+        hashes = request.block_hashes
+        longer = self.cache is not None and length < len(hashes) and hashes[length] in self.cache
+        return (0, 0) if longer or shares != self.pool.shares else (need, length)
 
     def _hits(self, request: Request) -> list[CachedBlock]:
         if self.cache is None or not request.reads_cache:
