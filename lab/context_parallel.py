@@ -10,23 +10,28 @@ all ranks take for these contexts.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 
 from gristmill import LLM, SamplingParams, console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.scheduler import RequestOutput, SchedulerConfig
 from lab.engine import greedy, random_model
 from lab.result import write_result
 
 BLOCK = 16
+WATERMARK = SchedulerConfig(num_blocks=1).watermark
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("llama3-8b", {"num_hidden_layers": 8, "max_position_embeddings": 1 << 18}),
     "mla": ("deepseek-mla", {}),
@@ -38,11 +43,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def seconds_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds of a batch, all of it."""
-    begin = time.perf_counter()
-    llm.generate(prompts, params)
-    return time.perf_counter() - begin
+def blocks_for(contexts: Sequence[int], batch: int, tokens: int, size: int) -> int:
+    """Blocks of `size` tokens with which all requests of the longest context run at the same time, each with so many tokens of output.
+
+    The scheduler keeps a part of its blocks free when it admits a request. With too few for that, the last request would wait until the others
+    have ended, and each step would be counted twice.
+    """
+    need = batch * (cdiv(max(contexts) + tokens + 2, size) + 1)
+    return math.ceil(need / (1 - WATERMARK))
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[float, int]:
+    """Seconds of a batch, all of it, and the number of its steps."""
+    step, steps = llm.engine.step, 0
+
+    def counted() -> list[RequestOutput]:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    with patch.object(llm.engine, "step", counted):
+        begin = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - begin, steps
 
 
 def measure(llm: LLM, context: int, batch: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -53,13 +76,15 @@ def measure(llm: LLM, context: int, batch: int, tokens: int, rounds: int) -> dic
     first, steps = list[float](), list[float]()
     for number in range(rounds + 1):  # the first one compiles
         llm.engine.reset_prefix_cache()
-        computed = seconds_of(llm, prompts, greedy(1))
-        one, many = (
-            seconds_of(llm, prompts, greedy(count)) for count in (1, 1 + tokens)
-        )  # of cached prompts
+        computed, _ = run(llm, prompts, greedy(1))
+        one, many = (run(llm, prompts, greedy(count)) for count in (1, 1 + tokens))  # of cached prompts
+        if many[1] - one[1] != tokens:
+            raise RuntimeError(
+                f"{tokens} more tokens of each request took {many[1] - one[1]} steps: they did not run at the same time"
+            )
         if number:
             first.append(computed)
-            steps.append((many - one) / tokens)
+            steps.append((many[0] - one[0]) / tokens)
     return {
         "prompts_s": statistics.median(first),
         "step_s": statistics.median(steps),
@@ -81,7 +106,7 @@ def rows_of(
     """A row of a layout for each context, as soon as it is measured."""
     options = LAYOUTS[layout]
     size = BLOCK * (2 if "context_parallel" in options else 1)
-    blocks = batch * (-(-(max(contexts) + tokens + 2) // size) + 1)
+    blocks = blocks_for(contexts, batch, tokens, size)
     llm = LLM(folder, device=device, num_blocks=blocks, max_seqs=batch, async_steps=False, **options)
     try:
         status = llm.engine.status()
