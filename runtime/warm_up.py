@@ -27,6 +27,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.layers.gathered_context import MOST_BLOCKS
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.logprobs import ROWS as PROMPT_ROWS
@@ -303,6 +304,11 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
             if singles > 0:  # decode steps next to the prompt
                 mixed = [lengths[0] - singles, *lengths[1:], *([1] * singles)]
                 yield partial(step, mixed, cached)
+    if runner.model.plans.mesh.context_parallel:  # contexts of so many blocks come from all ranks
+        for blocks in sizes_up_to(MOST_BLOCKS):
+            start = max(block, block * blocks - longest)
+            if start < block * blocks <= room:
+                yield partial(step, [block * blocks - start], start)
 
 
 def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> Iterator[Callable[[], object]]:

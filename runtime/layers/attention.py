@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.batch import Batch, ContextShard
 from gristmill.runtime.config import ModelConfig, QueryScale
@@ -14,11 +15,19 @@ from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.chunked import Chunks, chunked
 from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.context_parallel import ContextParallelAttention
+from gristmill.runtime.layers.gathered_context import (
+    FEWEST_GATHERED,
+    HeadsOfRank,
+    KeysAndValues,
+    SpreadSequences,
+    spread,
+)
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.norm import norm_weight, weight_axis
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.qk_norm import HeadLayerNorm, Queries, Values, WholeNorm
 from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.layers.some_sequences import Sequences
 
 
 class Attention:
@@ -106,20 +115,24 @@ class Attention:
         self.context_parallel: ContextParallelAttention | None = None
         if mesh.context_parallel:
             self.context_parallel = ContextParallelAttention(plans, c.num_heads, c.head_dim, c.head_dim)
-        self.attend = plans.bind(
+        bind = partial(
+            plans.bind,
             "paged_attention",
-            heads=c.num_heads * mesh.context_ranks,
-            kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             window=window,
             sinks=self.sinks is not None,
-            lse=mesh.context_parallel,
             softcap=c.score_cap > 0,
             block_size=plans.block_size,
             x=plans.x,
             kv=form.kv,
             kv_scale=form.kv_scale,
         )
+        heads = c.num_heads * mesh.context_ranks
+        self.attend = bind(heads=heads, kv_heads=c.num_kv_heads, lse=mesh.context_parallel)
+        self.gather: HeadsOfRank | None = None
+        if mesh.context_parallel and HeadsOfRank.serves(plans, c.num_heads, c.num_kv_heads, c.head_dim):
+            self.gather = HeadsOfRank(plans, c.num_kv_heads, c.head_dim)
+            self.attend_own = bind(heads=c.num_heads, kv_heads=self.gather.heads, lse=False)
 
     def __call__(self, x: Tensor | Codes, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | PartialSum:
         """x [tokens, hidden], cache (K, V) or (K, V, k_scale, v_scale) -> [tokens, hidden]."""
@@ -174,45 +187,93 @@ class Attention:
         tokens = len(batch.tokens)
         if tokens < len(q):
             q, out = q[:tokens], out[:tokens]
-
-        def attend(
-            queries: Tensor,
-            at: Batch | ContextShard | Chunks,
-            max_q: int,
-            lse: Tensor | None,
-            attended: Tensor,
-        ) -> None:
-            self.attend(
-                queries,
-                k_cache,
-                v_cache,
-                at.block_table,
-                at.query_start,
-                at.seq_lens,
-                max_q,
-                at.max_ctx,
-                self.scale,
-                self.window,
-                self.sinks,
-                lse,
-                workspace=self.plans.workspace(self.attend, tokens),
-                k_scale=k_scale,
-                v_scale=v_scale,
-                softcap=self.score_cap,
-                out=attended,
-            )
-
         shard = batch.context_shard
-        if shard is None or self.context_parallel is None:
-            at: Batch | Chunks = batch
-            if self.chunk:
-                at = batch.once("chunks", partial(chunked, batch, self.chunk, self.plans.block_size))
-            attend(q, at, at.max_q, None, out)
+        if shard is not None and self.context_parallel is not None:
+            self._attend_spread(q, (k_cache, v_cache, k_scale, v_scale), out, batch, shard)
             return
-        out.copy_(
-            self.context_parallel(
-                q, shard, lambda queries, attended, lse: attend(queries, shard, 1, lse, attended)
+        at: Batch | Chunks = batch
+        if self.chunk:
+            at = batch.once("chunks", partial(chunked, batch, self.chunk, self.plans.block_size))
+        self._call(self.attend, q, (k_cache, v_cache, k_scale, v_scale), at, at.max_q, None, out)
+
+    def _call(
+        self,
+        plan: BoundPlan,
+        q: Tensor,
+        cache: KeysAndValues,
+        at: Batch | ContextShard | Chunks | Sequences,
+        max_q: int,
+        lse: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        k_cache, v_cache, k_scale, v_scale = cache
+        plan(
+            q,
+            k_cache,
+            v_cache,
+            at.block_table,
+            at.query_start,
+            at.seq_lens,
+            max_q,
+            at.max_ctx,
+            self.scale,
+            self.window,
+            self.sinks,
+            lse,
+            workspace=self.plans.workspace(plan, len(q)),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softcap=self.score_cap,
+            out=out,
+        )
+
+    def _attend_spread(
+        self,
+        q: Tensor,
+        cache: KeysAndValues,
+        out: Tensor,
+        batch: Batch,
+        shard: ContextShard,
+    ) -> None:
+        """As `_attend`, with a cache that is spread over ranks: sequences with several new tokens get their contexts from all of them."""
+        mesh, rows = self.plans.mesh, slice(None)
+        if self.gather is None or not batch.lengths:
+            self._of_all_ranks(q, cache, out, rows, shard)
+            return
+
+        def divide() -> SpreadSequences:
+            several = [new >= FEWEST_GATHERED for new, _ in batch.lengths]
+            chosen, others = (
+                [i for i, is_several in enumerate(several) if is_several == kind] for kind in (True, False)
             )
+            return spread(batch, chosen, others, mesh.world, self.plans.block_size)
+
+        parts = batch.once("spread", divide)
+        for part in parts.gathered:
+            at = part.sequences
+            own = self.gather.of_context(cache, part.blocks)
+            attended = out[at.rows] if isinstance(at.rows, slice) else torch.empty_like(q[at.rows])
+            self._call(self.attend_own, q[at.rows], own, at, at.max_q, None, attended)
+            if not isinstance(at.rows, slice):
+                out[at.rows] = attended
+        if parts.rows is not None and parts.shard is not None:
+            self._of_all_ranks(q, cache, out, parts.rows, parts.shard)
+
+    def _of_all_ranks(
+        self,
+        q: Tensor,
+        cache: KeysAndValues,
+        out: Tensor,
+        rows: slice | Tensor,
+        shard: ContextShard,
+    ) -> None:
+        """The rows of q with the parts of their contexts where these are."""
+        if self.context_parallel is None:
+            raise RuntimeError("a context shard without context parallelism")
+        out[rows] = self.context_parallel(
+            q[rows],
+            shard,
+            lambda queries, attended, lse: self._call(self.attend, queries, cache, shard, 1, lse, attended),
         )
 
 

@@ -3,7 +3,7 @@
 Rank r of n has the r-th of n runs of `block_size` tokens in each block of the scheduler, which has n times as many tokens. Each rank attends with the
 queries of all heads to the keys that it has, and partial results are merged by their log-sum-exps, each head by the rank that has it: Helix (Bhatia
 et al., 2025, arXiv:2507.07120) and vLLM's decode context parallelism do the same. Keys that a rank has are in order, so those up to a position
-are its first ones: each new token is a sequence of its own, with a length of its own.
+are its first ones: each new token is a sequence of its own, with a length of its own. Prompts are computed otherwise (`layers.gathered_context`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gristmill.runtime.batch import Batch, send_parts
 from gristmill.runtime.config import MlaConfig
+from gristmill.runtime.layers.gathered_context import SpreadSequences, spread
+from gristmill.runtime.layers.some_sequences import Sequences, some, whole
 
 EXPANDING = 2.0
 """Cost of a multiplication that makes keys and values of cached tokens, relative to one of attention: they are written and read again.
@@ -31,24 +33,6 @@ def expands(new: int, context: int, mla: MlaConfig) -> bool:
     saved = pairs * (2 * mla.kv_lora_rank + mla.rope_dim - mla.qk_dim - mla.v_dim)
     made = (context - new) * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
     return new > 1 and saved > EXPANDING * made
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Some sequences of a batch.
-
-    Attributes:
-        rows: their tokens in the batch.
-        query_start, seq_lens, block_table: int32 [S + 1], [S] and [S, width].
-        max_q, max_ctx: as in `Batch`.
-    """
-
-    rows: slice | Tensor
-    query_start: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_q: int
-    max_ctx: int
 
 
 @dataclass(frozen=True)
@@ -72,57 +56,63 @@ class Forms:
     absorbed: Sequences | None
 
 
-def whole(batch: Batch) -> Sequences:
-    """All sequences of a batch."""
-    return Sequences(
-        slice(None), batch.query_start, batch.seq_lens, batch.block_table, batch.max_q, batch.max_ctx
-    )
+@dataclass(frozen=True)
+class SpreadForms:
+    """The sequences of a batch over a cache that is spread over ranks.
+
+    Attributes:
+        new: those in the un-absorbed form all of whose tokens are new; None where there are none.
+        cached: those of each of `parts.gathered` in the un-absorbed form, whose slots are in the gathered blocks.
+        parts: the contexts to gather, and the other sequences, which are absorbed.
+    """
+
+    new: Expanded | None
+    cached: tuple[Expanded, ...]
+    parts: SpreadSequences
 
 
 def split(batch: Batch, mla: MlaConfig, block_size: int) -> Forms:
-    """The forms of the sequences of a batch, from the lengths that the host knows; absorbed if it knows none.
-
-    A cache that is sharded over ranks has no context as a whole: there all sequences are un-absorbed if they are new, and absorbed otherwise.
-    """
-    lengths = batch.lengths
-    if batch.context_shard is None:
-        chosen = [i for i, (new, context) in enumerate(lengths) if expands(new, context, mla)]
-    else:
-        chosen = [*range(len(lengths))] if all(new == context for new, context in lengths) else []
+    """The forms of the sequences of a batch, from the lengths that the host knows; absorbed if it knows none."""
+    chosen = [i for i, (new, context) in enumerate(batch.lengths) if expands(new, context, mla)]
     if not chosen:
         return Forms(None, whole(batch))
-    others = [i for i in range(len(lengths)) if i not in set(chosen)]
-    return Forms(_expanded(batch, chosen, block_size), _some(batch, others) if others else None)
+    others = _others(batch, chosen)
+    return Forms(_expanded(batch, chosen, block_size), some(batch, others) if others else None)
 
 
-def _some(batch: Batch, indices: Sequence[int]) -> Sequences:
-    lengths = [batch.lengths[i] for i in indices]
-    max_q, max_ctx = (max(values) for values in zip(*lengths, strict=True))
-    if len(indices) == len(batch.lengths):
-        return Sequences(slice(None), batch.query_start, batch.seq_lens, batch.block_table, max_q, max_ctx)
-    begin = [0, *accumulate(new for new, _ in batch.lengths)]
-    starts = [0, *accumulate(new for new, _ in lengths)]
-    device = batch.query_start.device
-    rows: slice | Tensor = slice(begin[indices[0]], begin[indices[-1] + 1])
-    picked: slice | Tensor = slice(indices[0], indices[-1] + 1)
-    (query_start,) = send_parts((starts,), torch.int32, device)
-    if indices[-1] - indices[0] + 1 != len(indices):
-        tokens = [token for i in indices for token in range(begin[i], begin[i + 1])]
-        rows, picked = send_parts((tokens, indices), torch.int64, device)
-    return Sequences(rows, query_start, batch.seq_lens[picked], batch.block_table[picked], max_q, max_ctx)
+def split_spread(batch: Batch, mla: MlaConfig, world: int, block_size: int) -> SpreadForms:
+    """The forms of the sequences of a batch over a cache that is spread over ranks, from the lengths that the host knows."""
+    chosen = [i for i, (new, context) in enumerate(batch.lengths) if expands(new, context, mla)]
+    new = [i for i in chosen if batch.lengths[i][0] == batch.lengths[i][1]]
+    cached = [i for i in chosen if batch.lengths[i][0] < batch.lengths[i][1]]
+    parts = spread(batch, cached, _others(batch, chosen), world, block_size)
+    return SpreadForms(
+        _expanded(batch, new, block_size) if new else None,
+        tuple(_over_context(part.sequences, part.contexts, block_size) for part in parts.gathered),
+        parts,
+    )
+
+
+def _others(batch: Batch, chosen: Sequence[int]) -> list[int]:
+    return [i for i in range(len(batch.lengths)) if i not in set(chosen)]
 
 
 def _expanded(batch: Batch, indices: Sequence[int], block_size: int) -> Expanded:
-    some = _some(batch, indices)
-    values = some.rows, some.query_start, some.seq_lens, some.block_table, some.max_q, some.max_ctx
+    chosen = some(batch, indices)
     contexts = [batch.lengths[i][1] for i in indices]
     if all(batch.lengths[i][0] == batch.lengths[i][1] for i in indices):
-        return Expanded(*values, some.query_start, None)
-    device, total = some.query_start.device, sum(contexts)
+        return Expanded(**vars(chosen), context_start=chosen.query_start, slots=None)
+    return _over_context(chosen, contexts, block_size)
+
+
+def _over_context(chosen: Sequences, contexts: Sequence[int], block_size: int) -> Expanded:
+    """Sequences with contexts of these lengths in a cache."""
+    device, total = chosen.query_start.device, sum(contexts)
     (context_start,) = send_parts(([0, *accumulate(contexts)],), torch.int32, device)
-    sequence = torch.arange(len(indices), device=device).repeat_interleave(
+    sequence = torch.arange(len(contexts), device=device).repeat_interleave(
         context_start.diff(), output_size=total
     )
     position = torch.arange(total, device=device) - context_start[sequence]
-    block = some.block_table[sequence, position // block_size].long()
-    return Expanded(*values, context_start, block * block_size + position % block_size)
+    block = chosen.block_table[sequence, position // block_size].long()
+    slots = block * block_size + position % block_size
+    return Expanded(**vars(chosen), context_start=context_start, slots=slots)

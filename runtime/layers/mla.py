@@ -24,11 +24,13 @@ from gristmill.runtime.batch import Batch, ContextShard
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.context_parallel import ContextParallelAttention
-from gristmill.runtime.layers.latent_forms import Expanded, Sequences, split, whole
+from gristmill.runtime.layers.gathered_context import LatentsOfAll
+from gristmill.runtime.layers.latent_forms import Expanded, split, split_spread
 from gristmill.runtime.layers.linear import Linear, PartialSum, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.layers.some_sequences import Sequences, whole
 
 NO_EPILOGUE = (None, False, 0.0, 0.0)
 """No bias, no clamped activation."""
@@ -155,6 +157,7 @@ class LatentAttention:
             self.context_parallel = ContextParallelAttention(
                 plans, c.num_heads, mla.latent_dim, mla.kv_lora_rank
             )
+            self.gather = None if self.one_form else LatentsOfAll(plans, mla.latent_dim)
             self.attend_part = plans.bind(
                 "mla_attention",
                 heads=c.num_heads * mesh.world,
@@ -191,20 +194,46 @@ class LatentAttention:
 
     def _attend(self, q: Tensor, latent: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """q [tokens, heads, qk_dim], latent [tokens, latent_dim] of the new tokens -> [tokens, heads, v_dim], contiguous."""
+        if self.context_parallel is not None and batch.context_shard is not None:
+            return self._attend_spread(self.context_parallel, q, latent, batch, batch.context_shard, cache)
         expanded: Expanded | None = None
         absorbed: Sequences | None = None
         if batch.lengths and not self.one_form:
             forms = batch.once("latent forms", lambda: split(batch, self.mla, self.plans.block_size))
             expanded, absorbed = forms.expanded, forms.absorbed
         if expanded is None:
-            if self.context_parallel is not None and batch.context_shard is not None:
-                return self._of_all_ranks(self.context_parallel, q, batch.context_shard, cache)
             return self._absorbed(q, whole(batch), cache)
         if absorbed is None:
             return self._expanded(q, latent, expanded, cache)
         out = q.new_empty(q.shape[0], self.heads, self.mla.v_dim)
         out[expanded.rows] = self._expanded(q[expanded.rows], latent[expanded.rows], expanded, cache)
         out[absorbed.rows] = self._absorbed(q[absorbed.rows], absorbed, cache)
+        return out
+
+    def _attend_spread(
+        self,
+        attention: ContextParallelAttention,
+        q: Tensor,
+        latent: Tensor,
+        batch: Batch,
+        shard: ContextShard,
+        cache: Tensor,
+    ) -> Tensor:
+        """As `_attend`, with a cache that is spread over ranks."""
+        if self.gather is None or not batch.lengths:
+            return self._of_all_ranks(attention, q, shard, cache)
+        mesh, size = self.plans.mesh, self.plans.block_size
+        forms = batch.once("latent forms", lambda: split_spread(batch, self.mla, mesh.world, size))
+        out = q.new_empty(q.shape[0], self.heads, self.mla.v_dim)
+        if forms.new is not None:
+            rows = forms.new.rows
+            out[rows] = self._expanded(q[rows], latent[rows], forms.new, cache)
+        for part, expanded in zip(forms.parts.gathered, forms.cached, strict=True):
+            rows = expanded.rows
+            out[rows] = self._expanded(q[rows], latent[rows], expanded, self.gather(cache, part.blocks))
+        if forms.parts.rows is not None and forms.parts.shard is not None:
+            rows = forms.parts.rows
+            out[rows] = self._of_all_ranks(attention, q[rows], forms.parts.shard, cache)
         return out
 
     def _of_all_ranks(

@@ -104,7 +104,7 @@ class Rank(RankBase):
             self._ahead.make_room(num_blocks * block)
         cache = make_cache(self._model, num_blocks, plans.block_size)
         if self.job.context_parallel:
-            prompt_graphs = 0  # each token of a prompt is a sequence of its own
+            prompt_graphs = 0  # what ranks exchange depends on the contexts of a step
         self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs, graph_memory)
         self._mirror = Mirror(self._runner.processors)
         self._residency = Residency(self._runner)

@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.merge_attention_states import op as merge_attention_states
 from gristmill.kernels.attention.mla_attention import op as mla_attention
+from gristmill.kernels.attention.paged_attention import op as paged_attention
 from gristmill.runtime.batch import Batch, make_batch, shard_context
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.layers import gathered_context
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -90,9 +93,68 @@ def test_partial_attentions_over_all_ranks_are_the_whole(seed: int) -> None:
         assert torch.equal(whole, batch.slots[written[rank]])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_gathered_contexts_are_in_the_order_of_positions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some sequences, as many at a time as there is room for; the others keep their shard. Also that a wrong order is found."""
+    dice = random.Random(100 + seed)
+    world, size = dice.choice([(1, 4), (2, 1), (2, 4), (3, 2), (4, 3)])
+    monkeypatch.setattr(gathered_context, "MOST_GATHERED", dice.choice([1, 30, 1000]))
+    batch, blocks = some_batch(dice, world * size)
+    torch.manual_seed(seed)
+    tokens, heads, dim = len(batch.tokens), 2, 8
+    keys, values = torch.randn(2, blocks, world * size, 1, dim)
+    query = torch.randn(tokens, heads, dim)
+    expected = paged_attention.reference(
+        query,
+        keys,
+        values,
+        batch.block_table,
+        batch.query_start,
+        batch.seq_lens,
+        batch.max_q,
+        batch.max_ctx,
+        0.3,
+    )
+    batch = shard_context(batch, 0, world, size)
+    chosen = [i for i in range(len(batch.lengths)) if dice.random() < 0.7]
+    others = [i for i in range(len(batch.lengths)) if i not in chosen]
+    parts = gathered_context.spread(batch, chosen, others, world, size)
+    out = torch.full_like(query, math.nan)
+    for part in parts.gathered:
+        at = part.sequences
+        # One rank after another has a run of each block.
+        arrived = [
+            cache.view(blocks, world, size, 1, dim)[part.blocks].flatten(0, 1) for cache in (keys, values)
+        ]
+        places = (at.block_table, at.query_start, at.seq_lens, at.max_q, at.max_ctx, 0.3)
+        out[at.rows] = paged_attention.reference(query[at.rows], *arrived, *places)
+        if at.max_ctx > size:
+            arrived[1] = arrived[1].flip(0)
+            assert not torch.allclose(
+                out[at.rows], paged_attention.reference(query[at.rows], *arrived, *places)
+            )
+    begin = batch.query_start.tolist()
+    left = [token for i in others for token in range(begin[i], begin[i + 1])]
+    shard = batch.context_shard
+    assert shard is not None and (parts.rows is None) == (parts.shard is None) == (not others)
+    if parts.rows is not None and parts.shard is not None:
+        assert torch.arange(tokens)[parts.rows].tolist() == left
+        for name in ("block_table", "seq_lens", "empty"):
+            assert torch.equal(getattr(parts.shard, name), getattr(shard, name)[left])
+        assert parts.shard.query_start.tolist() == [*range(len(left) + 1)]
+        out[left] = expected[left]
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return [*oracle.prompts()[3:15:4], oracle.prompts()[18][:150]]
+
+
+def columns_of(llm: LLM, op: str) -> set[int]:
+    """Columns of the calls of a collective operation so far."""
+    found = default_registry().op(op)
+    return {found.problem(row["problem"]).integer("n") for row in llm.explain() if row["op"] == op}
 
 
 def test_a_model_with_a_part_of_the_cache_on_each_rank(
@@ -124,6 +186,44 @@ def test_a_model_with_a_part_of_the_cache_on_each_rank(
         assert "merge_attention_states" in {row["op"] for row in ranks.explain()}
     finally:
         ranks.close()
+
+
+def test_latents_of_a_long_prompt(make: Callable[..., LLM]) -> None:
+    """The chunks after the first get the latents before them from all ranks, next to a request that decodes and a short chunk."""
+    prompts = [oracle.window(0)[:9], oracle.window(1, 700), oracle.window(2)[:40]]
+    params = [SamplingParams(max_tokens=10, ignore_eos=True), SamplingParams(max_tokens=6, prompt_logprobs=0)]
+    params.append(params[0])
+    alone = make(DEEPSEEK, max_batch_tokens=400)
+    options: dict[str, Any] = {"tensor_parallel": 2, "rank_timeout": 60, "max_batch_tokens": 400}
+    ranks = make(DEEPSEEK, context_parallel=True, num_blocks=40, max_seqs=4, **options)
+    try:
+        expected, found = (llm.generate(prompts, params) for llm in (alone, ranks))
+        assert [done.token_ids for done in found] == [done.token_ids for done in expected]
+        for one, other in zip(expected[1].prompt_logprobs[1:], found[1].prompt_logprobs[1:], strict=True):
+            assert abs(one.logprob - other.logprob) < 1e-4
+        assert alone.config.mla is not None
+        assert 16 * alone.config.mla.latent_dim in columns_of(ranks, "all_gather"), "of contexts"
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", pytest.param("fp8_token_head", marks=pytest.mark.slow)])
+def test_a_cache_of_codes(kv_dtype: str, make: Callable[..., LLM], prompts: list[list[int]]) -> None:
+    """Codes and their scales come from all ranks as they are: logits are those of ranks that have their KV heads of all tokens."""
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    options: dict[str, Any] = {"tensor_parallel": 2, "rank_timeout": 60, "kv_dtype": kv_dtype, "max_seqs": 4}
+    ids, found = oracle.window(0)[:129], []
+    for spread in (False, True):
+        ranks = make(
+            LLAMA, context_parallel=spread, num_blocks=7 * (2 - spread), max_batch_tokens=64, **options
+        )
+        try:
+            answers = [done.token_ids for done in ranks.generate(prompts, params)]
+            found.append((answers, window_logits(ranks.engine, ids)))
+        finally:
+            ranks.close()
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -164,6 +264,22 @@ def test_a_model_with_kv_heads(make: Callable[..., LLM], prompts: list[list[int]
         status = ranks.engine.status()
         assert status.cache_bytes == 7 * 32 * (alone.engine.status().cache_bytes / (256 * 16))
         assert any(row["steps"] for row in ranks.explain_graphs() if row["seqs"])
+        own = 16 * (alone.config.num_kv_heads // 2) * alone.config.head_dim
+        assert own in columns_of(ranks, "all_to_all"), "the KV heads of a rank, of contexts"
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+def test_ranks_that_have_the_same_kv_head(make: Callable[..., LLM], prompts: list[list[int]]) -> None:
+    """Two KV heads for four ranks."""
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = [done.token_ids for done in make(LLAMA).generate(prompts, params)]
+    options: dict[str, Any] = {"tensor_parallel": 4, "rank_timeout": 120, "max_batch_tokens": 64}
+    ranks = make(LLAMA, context_parallel=True, num_blocks=7, max_seqs=4, **options)
+    try:
+        assert [done.token_ids for done in ranks.generate(prompts, params)] == expected
+        assert 16 * 64 in columns_of(ranks, "all_to_all"), "one KV head, of contexts"
     finally:
         ranks.close()
 
