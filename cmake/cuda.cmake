@@ -120,6 +120,12 @@ if(NOT GM_NVCC_VERSION VERSION_LESS 13.0)
 endif()
 if(GRISTMILL_FATBINARY)
   set(_image fatbin)
+  set(GM_COMPRESS "${CMAKE_COMMAND}" "-DGM_FATBINARY=${GRISTMILL_FATBINARY}" "-DGM_NVCC_BUILD=${GM_NVCC_BUILD}" "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}")
+endif()
+# The host halves, by ccache where C++ is (CMakeLists.txt).
+set(GM_NVCC_OF_HOST "${GRISTMILL_NVCC}")
+if(CMAKE_CXX_COMPILER_LAUNCHER)
+  set(GM_NVCC_OF_HOST ${CMAKE_CXX_COMPILER_LAUNCHER} "${GRISTMILL_NVCC}")
 endif()
 set(_objects "")
 set(GM_SM90_OBJECTS "")
@@ -136,15 +142,15 @@ foreach(source IN LISTS GM_SM90_SOURCES)
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.
   add_custom_command(
     OUTPUT "${_dir}/${stem}.o"
-    COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} ${_beside} -DGM_CUBIN_SYMBOL=${symbol}
+    COMMAND ${GM_NVCC_OF_HOST} ${GM_CUDA_HOST_FLAGS} ${_include} ${_beside} -DGM_CUBIN_SYMBOL=${symbol}
             -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
     DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
   if(GRISTMILL_FATBINARY)
     add_custom_command(
       OUTPUT "${_dir}/${stem}.fatbin"
-      COMMAND "${GRISTMILL_FATBINARY}" --64 "--create=${_dir}/${stem}.fatbin" "--image3=kind=elf,sm=90a,file=${_dir}/${stem}.cubin"
-              --compress-all --compress-mode=size
-      DEPENDS "${_dir}/${stem}.cubin" VERBATIM COMMENT "compressing ${stem}.cubin")
+      COMMAND ${GM_COMPRESS} "-DGM_IMAGES=kind=elf,sm=90a,file=${_dir}/${stem}.cubin" "-DGM_OUTPUT=${_dir}/${stem}.fatbin"
+              -P "${CMAKE_SOURCE_DIR}/cmake/compressed.cmake"
+      DEPENDS "${_dir}/${stem}.cubin" "${CMAKE_SOURCE_DIR}/cmake/compressed.cmake" VERBATIM COMMENT "compressing ${stem}.cubin")
   endif()
   file(CONFIGURE OUTPUT "${_dir}/${stem}_cubin.cpp" CONTENT
 "__asm__(\".pushsection .rodata\\n.balign 64\\n.globl ${symbol}\\n.hidden ${symbol}\\n${symbol}:\\n.incbin \\\"${_dir}/${stem}.${_image}\\\"\\n.popsection\\n\");
@@ -156,7 +162,7 @@ endforeach()
 set(_driver "${CMAKE_SOURCE_DIR}/kernels/_native/cuda_driver.cpp")
 add_custom_command(
   OUTPUT "${_dir}/cuda_driver.o"
-  COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
+  COMMAND ${GM_NVCC_OF_HOST} ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
           -MD -MF "${_dir}/cuda_driver.o.d" -c -o "${_dir}/cuda_driver.o" "${_driver}"
   DEPENDS "${_driver}" DEPFILE "${_dir}/cuda_driver.o.d" VERBATIM COMMENT "cuda_driver.cpp")
 add_custom_target(gm_cuda_driver DEPENDS "${_dir}/cuda_driver.o")  # which every library of CUDA has

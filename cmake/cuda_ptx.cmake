@@ -51,7 +51,7 @@ function(gm_ptx_library arch)
               "-DGM_FLAGS=${flags};${_includes}" "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${_dir}/${stem}.ptx"
               "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
       DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${_dir}/${stem}.ptx.d" VERBATIM COMMENT "nvcc compute_${arch} ${stem}.cu")
-    set(_images "--image3=kind=ptx,sm=${_as},file=${_dir}/${stem}.ptx")
+    set(_images "kind=ptx,sm=${_as},file=${_dir}/${stem}.ptx")
     set(_made "${_dir}/${stem}.ptx")
     foreach(one IN LISTS _cubins)
       set(_cubin "${_dir}/${stem}.sm${one}.cubin")
@@ -61,12 +61,12 @@ function(gm_ptx_library arch)
                 "-DGM_FLAGS=-std=c++20;-O3;-arch=sm_${one};${GRISTMILL_NVCC_FLAGS};${_includes}" "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${_cubin}"
                 "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
         DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${_cubin}.d" VERBATIM COMMENT "nvcc sm_${one} ${stem}.cu")
-      list(APPEND _images "--image3=kind=elf,sm=${one},file=${_cubin}")
+      list(APPEND _images "kind=elf,sm=${one},file=${_cubin}")
       list(APPEND _made "${_cubin}")
     endforeach()
     add_custom_command(
       OUTPUT "${_dir}/${stem}.o"
-      COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_includes} -DGM_CUBIN_SYMBOL=${symbol}
+      COMMAND ${GM_NVCC_OF_HOST} ${GM_CUDA_HOST_FLAGS} ${_includes} -DGM_CUBIN_SYMBOL=${symbol}
               -MD -MF "${_dir}/${stem}.o.d" -c -o "${_dir}/${stem}.o" "${source}"
       DEPENDS "${source}" DEPFILE "${_dir}/${stem}.o.d" VERBATIM COMMENT "host half of ${stem}.cu")
     # Without the fatbinary of nvcc 13 (cuda.cmake), the PTX itself, as a string that ends with a zero.
@@ -75,8 +75,8 @@ function(gm_ptx_library arch)
       set(_data "${_dir}/${stem}.fatbin")
       add_custom_command(
         OUTPUT "${_data}"
-        COMMAND "${GRISTMILL_FATBINARY}" --64 "--create=${_data}" ${_images} --compress-all --compress-mode=size
-        DEPENDS ${_made} VERBATIM COMMENT "compressing ${stem}")
+        COMMAND ${GM_COMPRESS} "-DGM_IMAGES=${_images}" "-DGM_OUTPUT=${_data}" -P "${CMAKE_SOURCE_DIR}/cmake/compressed.cmake"
+        DEPENDS ${_made} "${CMAKE_SOURCE_DIR}/cmake/compressed.cmake" VERBATIM COMMENT "compressing ${stem}")
     endif()
     file(CONFIGURE OUTPUT "${_dir}/${stem}_image.cpp" CONTENT
 "__asm__(\".pushsection .rodata\\n.balign 64\\n.globl ${symbol}\\n.hidden ${symbol}\\n${symbol}:\\n.incbin \\\"${_data}\\\"\\n.byte 0\\n.popsection\\n\");

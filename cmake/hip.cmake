@@ -81,8 +81,8 @@ foreach(source IN LISTS GM_HIP_SOURCES)
       OUTPUT "${image}"
       COMMAND "${CMAKE_COMMAND}" "-DGM_NVCC=${GRISTMILL_HIP_CLANG}" "-DGM_NVCC_BUILD=clang ${GM_HIP_CLANG_VERSION}" "-DGM_FLAGS=${_flags}"
               "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${image}"
-              "-DGM_CACHE=${_kept}" -DGM_EMIT=--no-gpu-bundle-output "-DGM_LIST=-x;c++;-D__HIP__;-I;${_include}"
-              -DGM_TEXT=-P -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
+              "-DGM_CACHE=${_kept}" -DGM_EMIT=--no-gpu-bundle-output "-DGM_TEXT=-x;c++;-D__HIP__;-I;${_include}"
+              -DGM_TO_GCC= -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
       DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${image}.d" VERBATIM COMMENT "clang ${arch} ${stem}.hip")
     string(APPEND _data "__asm__(\".pushsection .rodata\\n.balign 4096\\n${symbol}_${arch}:\\n.incbin \\\"${image}\\\"\\n.popsection\\n\");\n"
            "extern \"C\" const unsigned char ${symbol}_${arch}[];\n")

@@ -1,0 +1,42 @@
+# What is kept of builds in the folder GM_CACHE, by what it was made of; included by the scripts that make such files. What no build has used
+# for 60 days is removed.
+
+# gm_run(<command>...): the command; a failure ends the script, without GM_OUTPUT.
+function(gm_run)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE status)
+  if(NOT status EQUAL 0)
+    file(REMOVE "${GM_OUTPUT}")
+    message(FATAL_ERROR "${GM_OUTPUT}: ${ARGV0} ended with ${status}")
+  endif()
+endfunction()
+
+# gm_make_or_take(<name> <command>...): GM_OUTPUT is the file of a name in the cache, or is made by the command and kept by that name.
+function(gm_make_or_take name)
+  set(kept "${GM_CACHE}/${name}")
+  if(EXISTS "${kept}")
+    gm_run("${CMAKE_COMMAND}" -E copy "${kept}" "${GM_OUTPUT}")
+    file(TOUCH "${kept}")
+    return()
+  endif()
+  gm_run(${ARGN})
+  string(TIMESTAMP now "%s" UTC)
+  file(GLOB others "${GM_CACHE}/*.cubin" "${GM_CACHE}/*.fatbin")
+  foreach(other IN LISTS others)
+    file(TIMESTAMP "${other}" used "%s" UTC)
+    if(used AND now GREATER used)
+      math(EXPR age "(${now} - ${used}) / 86400")
+      if(age GREATER 60)
+        file(REMOVE "${other}")
+      endif()
+    endif()
+  endforeach()
+  # Written to a temporary file and renamed, so that another build never reads a partial file. A read-only cache costs time only.
+  string(RANDOM LENGTH 12 part)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E make_directory "${GM_CACHE}" OUTPUT_QUIET ERROR_QUIET)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E copy "${GM_OUTPUT}" "${kept}.${part}" RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
+  if(status EQUAL 0)
+    execute_process(COMMAND "${CMAKE_COMMAND}" -E rename "${kept}.${part}" "${kept}" OUTPUT_QUIET ERROR_QUIET)
+  else()
+    message(STATUS "${GM_CACHE} cannot be written: ${GM_OUTPUT} will be made again by the next build")
+  endif()
+endfunction()
