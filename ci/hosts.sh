@@ -17,6 +17,7 @@ if [ ${#hosts[@]} = 0 ]; then
 fi
 python=${PYTHON:-python}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
+unset PYTHONDONTWRITEBYTECODE  # each process of a host would compile the package anew
 begin=$SECONDS
 for host in "${hosts[@]}"; do
   bash ci/host_env.sh "$host" "$python" >/dev/null

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.integrations.kept import beside
+
 ROOT = Path(__file__).parents[3]
-CACHE = Path(sys.prefix) / "cache"
-"""Kept with the environment: kernels that were verified."""
+CACHE = beside("dynamo")
 INSTALLED = importlib.util.find_spec("dynamo") is not None
 collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
 

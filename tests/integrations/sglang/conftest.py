@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.kept import beside
+
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
-CACHE = Path(sys.prefix) / "cache"
-"""Kept with the environment: kernels that were verified."""
+CACHE = beside("sglang")
 ABSENT = (
     "sgl_kernel",
     "sgl_kernel.kvcacheio",

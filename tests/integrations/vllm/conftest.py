@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.kept import beside
+
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
-SPEC = importlib.util.find_spec("vllm")
-INSTALLED = SPEC is not None
-CACHE = Path(SPEC.origin).parents[1] / "cache" if SPEC is not None and SPEC.origin else Path()
-"""Kept beside the packages, which clones share: kernels that were verified, and what vLLM finds out about model classes, for which it starts
-a process each."""
+INSTALLED = importlib.util.find_spec("vllm") is not None
+CACHE = beside("vllm")
+"""With what vLLM finds out about model classes, for which it starts a process each."""
 collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
 
 # Before vLLM is imported, which reads them once. The scheduler runs in this process. Ranks share one NUMA node.
