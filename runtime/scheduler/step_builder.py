@@ -250,8 +250,8 @@ class StepBuilder:
         if request.refusal is None or len(self.config.windows) > 1:
             return 0, 0
         length, need, shares = request.refusal
-        hashes = request.block_hashes
-        longer = self.cache is not None and length < len(hashes) and hashes[length] in self.cache
+        most = (len(request.tokens) - 1) // self.config.block_size  # one token is always computed
+        longer = self.cache is not None and length < most and request.block_hashes[length] in self.cache
         return (0, 0) if longer or shares != self.pool.shares else (need, length)
 
     def _hits(self, request: Request) -> list[CachedBlock]:

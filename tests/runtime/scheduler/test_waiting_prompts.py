@@ -10,10 +10,9 @@ from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
 from .harness import FakeModel, Run, run_all, step
 
 
-def make(num_blocks: int, **options: int) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig(num_blocks=num_blocks, block_size=4, max_seqs=4, watermark=0.0, **options)
-    )
+def make(num_blocks: int, watermark: float = 0.0, **options: int) -> Scheduler:
+    config = SchedulerConfig(num_blocks=num_blocks, block_size=4, max_seqs=4, watermark=watermark, **options)
+    return Scheduler(config)
 
 
 def prompt(length: int, *rest: int) -> list[int]:
@@ -59,7 +58,12 @@ def test_others_get_blocks_that_it_shares() -> None:
     assert len(run.outputs["waiting"]) == 2
 
 
-def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("length", "num_blocks", "watermark"), [(33, 12, 0.0), pytest.param(32, 15, 0.3, id="all of it is there")]
+)
+def test_a_prompt_that_waits_is_looked_up_once(
+    length: int, num_blocks: int, watermark: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lookups: list[int] = []
     match = PrefixCache.match
 
@@ -67,12 +71,12 @@ def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) 
         lookups.append(len(tokens))
         return match(cache, hashes, tokens, *rest)
 
-    scheduler = make(12, max_batch_tokens=64)
+    scheduler = make(num_blocks, max_batch_tokens=64, watermark=watermark)
     model, run = FakeModel(scheduler.config), Run()
-    run_all(scheduler, [Request("before", prompt(32, 1), 1)], model)
+    run_all(scheduler, [Request("before", prompt(length), 1)], model)
     monkeypatch.setattr(PrefixCache, "match", counted)
-    scheduler.add(Request("running", [40 - i for i in range(16)], 20))
-    scheduler.add(Request("waiting", prompt(32, 2), 2))
+    scheduler.add(Request("running", [40 - i for i in range(16)], 10))
+    scheduler.add(Request("waiting", prompt(length), 2))
     while scheduler.has_unfinished():
         step(scheduler, model, run)
-    assert lookups.count(33) == 2, "at the first try, and when it is admitted"
+    assert lookups.count(length) == 2, "at the first try, and when it is admitted"
