@@ -82,7 +82,8 @@ def test_contexts_spread_over_two_gpus(name: str, tmp_path_factory: pytest.TempP
         "warm": "off",
     }
     one = LLM(MODELS / name, **options)
-    two = LLM(MODELS / name, tensor_parallel=2, context_parallel=True, enable_prefix_cache=False, **options)
+    options |= {"enable_prefix_cache": False, "max_batch_tokens": 512}
+    two = LLM(MODELS / name, tensor_parallel=2, context_parallel=True, **options)
     try:
         ids = oracle.window(0)[:129]
         logits, spread = (window_logits(llm.engine, ids).float().cpu() for llm in (one, two))
@@ -96,6 +97,12 @@ def test_contexts_spread_over_two_gpus(name: str, tmp_path_factory: pytest.TempP
         rows = two.explain_graphs()
         assert any(row["captured"] and row["steps"] for row in rows if row["seqs"]), rows
         assert {"all_gather", "all_to_all"} <= {row["op"] for row in two.explain()}
+
+        # Chunks after the first one get the contexts before them from both GPUs.
+        long, wish = oracle.window(1, 1000), SamplingParams(max_tokens=1, prompt_logprobs=0)
+        whole, chunks = (llm.generate([long], wish)[0].prompt_logprobs for llm in (one, two))
+        gaps = [abs(a.logprob - b.logprob) for a, b in zip(whole[1:], chunks[1:], strict=True)]
+        assert sum(gaps) / len(gaps) < 0.1, gaps
     finally:
         two.close()
 
