@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,10 @@ class RowState:
                 self._clear(place, entry.start, block_size)
         return places
 
+    def held(self, places: Sequence[int]) -> tuple[list[list[int] | None], list[int]]:
+        """The block tables of the requests in these rows, and how much of them is in `table`."""
+        return [self._tables[place] for place in places], [self._written[place] for place in places]
+
     def _write(self, place: int, first: int, blocks: list[int]) -> None:
         """Add the entries of a request's tables from `first` on, which are interleaved."""
         groups, _, width = self.table.shape
@@ -101,6 +106,23 @@ class RowState:
         self.min_p[place] = params.min_p
 
 
+@dataclass(frozen=True, slots=True)
+class FilledTables:
+    """What the block tables in the host memory of a step were filled with: those of the requests in these rows, and how much of each. `buffers`
+    says which part of the memory they are."""
+
+    buffers: Buffers
+    state: RowState
+    places: list[int]
+    tables: list[list[int] | None]
+    counts: list[int]
+
+
+LONG = 2048
+"""Cache blocks of a graph's contexts from which on only new ones are written to the block tables of a step: finding them takes as long as copying
+so many for each request."""
+
+
 class DecodeInputs:
     """The memory of all decode graphs' inputs, on the device and once on the host for each step in flight.
 
@@ -119,6 +141,7 @@ class DecodeInputs:
         self.device = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(depth)]
+        self.filled: list[FilledTables | None] = [None] * depth
 
 
 _TOKEN_PARTS: dict[str, torch.dtype] = {
@@ -221,12 +244,12 @@ class Buffers:
         firsts = rows
         if len(rows) > seqs:
             firsts = [rows[row] for row in (np.cumsum(counts) - counts).tolist()]
-        places = np.array(state.update(entries, firsts, block_size), np.int64)
+        rows_of = state.update(entries, firsts, block_size)
+        self._fill_tables(slot, rows_of, state)
+        places = np.array(rows_of, np.int64)
         starts = np.fromiter(map(_START, entries), np.int64, seqs)
         host["rows"][:seqs] = places
         host["seq_lens"][:seqs] = starts + width
-        for table, out in zip(state.table, host["table"], strict=True):
-            np.take(table[:, : self.width], places, axis=0, out=out[:seqs], mode="clip")
         offsets = np.arange(width)
         known = offsets < counts[:, None]  # [seqs, per_seq]: whether there is such a token
         positions = np.where(known, starts[:, None] + offsets, 0)
@@ -248,6 +271,30 @@ class Buffers:
             host[name][:count] = getattr(state, name)[places_of_rows]
         self._idle(slot, seqs, count)
 
+    def _fill_tables(self, slot: int, places: list[int], state: RowState) -> None:
+        """Bring the block tables in the host memory of a slot up to the requests in these rows. Padding has block 0."""
+        host, width, memory = self.host[slot]["table"], self.width, self.memory
+        last, now = memory.filled[slot], None
+        if width >= LONG and len(state.windows) == 1:  # blocks behind a window are replaced
+            now = FilledTables(self, state, places, *state.held(places))
+        memory.filled[slot] = now
+        if (
+            now is not None
+            and last is not None
+            and last.buffers is self
+            and last.state is state
+            and last.places == places
+            and all(map(is_, last.tables, now.tables))
+        ):
+            for row, (place, before, count) in enumerate(zip(places, last.counts, now.counts, strict=True)):
+                if before < count:
+                    new = slice(before, min(count, width))
+                    host[:, row, new] = state.table[:, place, new]
+            return
+        for table, out in zip(state.table, host, strict=True):
+            np.take(table[:, :width], places, axis=0, out=out[: len(places)], mode="clip")
+        host[:, len(places) :] = 0
+
     def _idle(self, slot: int, seqs: int, count: int) -> None:
         """Pad the sequences from `seqs` on, with queries that read one key and write none, and the sampled rows from `count` on, which
         take the most likely token."""
@@ -255,7 +302,6 @@ class Buffers:
         for name in ("tokens", "positions"):
             host[name][tokens:] = 0
         host["slots"][:, tokens:] = -1
-        host["table"][:, seqs:] = 0
         host["rows"][seqs:] = self.memory.sampled.rows
         host["on_device"][seqs:] = False
         host["seq_lens"][seqs:] = self.per_seq
