@@ -296,9 +296,6 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       bar_sync(turn_of(group), 256);
       wgmma_fence();
       issue_qk(base + S::kK + kSlot * S::kKeyTile);
-      // By the factors of the step before, while the scores are multiplied: with heads over 128 neither exponentials
-      // nor registers are left to hide it behind.
-      if constexpr (D > 128) rescale_always();
       mbar_wait(bars.v_full(kOther), kSlot == 0 ? parity ^ 1 : parity);
       if constexpr (K::kFence) fence_proxy_async();
       wgmma_fence_operand(acc.o);
@@ -328,6 +325,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_wait<0>();
         wgmma_fence_operand(acc.o);
         release(bars.v_empty(kOther));
+        rescale();
       }
       convert_weights();
     };
@@ -356,7 +354,6 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
             const int unmasked =
                 K::kWindow ? top - seen_from + 1 : work.count;  // the end of the tiles without a mask
             uint32_t parity = bars.parity(tile + i);
-            if constexpr (D > 128) factor[0] = factor[1] = 1.f;
 #pragma unroll 1
             for (; i + 1 < min(unmasked, work.count); i += 2, parity ^= 1) {
               plain_step(std::integral_constant<int, 0>(), i, parity);
@@ -365,7 +362,6 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
               if (K::kWindow && kGroups == 2 ? top < -1 : zero != 0) break;
               plain_step(std::integral_constant<int, 1>(), i + 1, parity);
             }
-            if constexpr (D > 128) rescale();
             if (i >= work.count) break;
           }
         }
