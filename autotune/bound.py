@@ -31,7 +31,15 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import BUCKETS, Plan, PlanEntry, bucket_index, bucket_sizes
+from gristmill.kernel_registry.plan import (
+    BUCKET_OF,
+    BUCKETS,
+    FINE,
+    Plan,
+    PlanEntry,
+    bucket_index,
+    bucket_sizes,
+)
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.call_list import UnrecordableError, is_recording
 from gristmill.kernels.load import load
@@ -122,8 +130,10 @@ class BoundPlan:
         except (IndexError, AttributeError) as error:
             raise unfit(self.op, call.values(), f"planned for {self.static}") from error
         if size:
-            # The bucket of `bucket_index`, inlined: this line and the call are the whole cost of a planned call.
-            runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
+            # `bucket_index`, inlined for decoding: this line and the call are the whole cost of a planned call.
+            runner = self._runners[BUCKET_OF[size] if size <= FINE else bucket_index(size)] or self._late(
+                size
+            )
             if self._cuda and torch.accelerator.current_device_index() != self._index:
                 with torch.accelerator.device_index(self._index):
                     runner(call)

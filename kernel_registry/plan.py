@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,9 +24,16 @@ from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.select import Candidate, NoKernelError, Selection
 from gristmill.kernel_registry.target import Target
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024, 2048, 4096)
+"""The largest size of each bucket. Between 64 and 512, where a product takes as long as its tiles of rows, there are four to an octave:
+a kernel for 256 rows would multiply 256 of 160."""
 LAST_BUCKET = 8192
 """The size at which the last bucket, every call above 4096, is selected and timed."""
+FINE = 512
+"""`BUCKET_OF` has the sizes up to this one. From here on buckets are octaves."""
+BUCKET_OF = tuple(bisect_left(BUCKETS, size) for size in range(FINE + 1))
+OCTAVES = BUCKETS.index(FINE) - FINE.bit_length() + 1
+"""What is added to the octave of a larger size."""
 
 MAX_LAYOUTS = 2
 """Most layouts in which a plan may keep one weight, if memory allows."""
@@ -38,8 +46,15 @@ ROW_BLOCK = 16
 
 
 def bucket_index(size: int) -> int:
-    """Index of the bucket that contains `size`: 0 for 1, 1 for 2, 2 for 3..4, ... 13 for everything above 4096."""
-    return 0 if size <= 1 else min((size - 1).bit_length(), len(BUCKETS))
+    """Index of the bucket that contains `size`: 0 for 1, 1 for 2, 2 for 3..4, ... len(BUCKETS) for everything above 4096."""
+    if size <= FINE:
+        return BUCKET_OF[max(size, 0)]
+    return min((size - 1).bit_length() + OCTAVES, len(BUCKETS))
+
+
+def octave_share(size: int) -> float:
+    """The weight of the bucket of `size` in a comparison over all of them: the part of an octave that it holds."""
+    return 0.25 if 64 < size <= FINE else 1.0
 
 
 def bucket_sizes() -> tuple[int, ...]:
@@ -135,7 +150,7 @@ def make_plan(
     Args:
         select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
         sizes: bucket sizes to plan for; None = all.
-        weights: the weight of each bucket size; None = 1 for all.
+        weights: the weight of each bucket size; None = `octave_share`.
         peek: selection without verification, if `select_at` verifies. Layouts that cannot win by its estimate are not tried.
     """
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
@@ -150,7 +165,8 @@ def make_plan(
     def total(entries: list[tuple[PlanEntry, Candidate]]) -> _Cost:
         pins = sum(_pin(policy, candidate) for _, candidate in entries)
         us = sum(
-            _score(c) * (weights or {}).get(size, 1.0) for size, (_, c) in zip(sizes, entries, strict=True)
+            _score(c) * (weights or {}).get(size, octave_share(size))
+            for size, (_, c) in zip(sizes, entries, strict=True)
         )
         return pins, us
 
@@ -190,8 +206,8 @@ class MoreMemory:
     Attributes:
         layouts: its layouts.
         memory: their bytes relative to those of the weight.
-        faster: its speedup over the bounded plan, the geometric mean over all buckets; None if a time is not known and declared priority
-            decides.
+        faster: its speedup over the bounded plan, the geometric mean over all buckets by `octave_share`; None if a time is not known and
+            declared priority decides.
     """
 
     layouts: tuple[str, ...]
@@ -209,9 +225,13 @@ def more_memory(
     scheme = QuantScheme.parse(static.text(next(axis.name for axis in op.axes if axis.kind == "scheme")))
     shapes = _weights(op, static)
     nbytes = sum(layouts[name].nbytes(scheme, n, k) for name in rich.layouts for n, k in shapes)
-    pairs = [(a.expected_us, b.expected_us) for a, b in zip(plan.entries, rich.entries, strict=True)]
-    ratios = [a / b for a, b in pairs if a and b]
-    faster = math.prod(ratios) ** (1 / len(ratios)) if len(ratios) == len(pairs) else None
+    gains = [
+        octave_share(a.m_max or LAST_BUCKET) * math.log(a.expected_us / b.expected_us)
+        for a, b in zip(plan.entries, rich.entries, strict=True)
+        if a.expected_us and b.expected_us
+    ]
+    octaves = sum(octave_share(entry.m_max or LAST_BUCKET) for entry in plan.entries)
+    faster = math.exp(sum(gains) / octaves) if len(gains) == len(plan.entries) else None
     if faster is not None and faster < MORE_MEMORY_PAYS:
         return None
     return MoreMemory(rich.layouts, nbytes / sum(scheme.weight_bytes(n, k) for n, k in shapes), faster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -80,29 +81,35 @@ class Times:
             and kernel.misfit(self.problem, n.timing.config) is None
             and (not n.floats or config_key(n.timing.config) in own)
         ]
-        best = self._best_fit(kernel, fit) or _nearest(fit)
-        return None if best is None else dict(best.timing.config)
+        best = _nearest(fit)
+        if best is None:
+            return None
+        return dict(best.timing.config) if best.far == 0 else self._best_fit(kernel, fit, best)
 
-    def _best_fit(self, kernel: Kernel, known: list[_Near]) -> _Near | None:
-        """Of near records the one whose configuration is the fastest for this problem: its measured time, scaled by the cost model of
-        that configuration from its own sizes to these. None if the kernel has no such model, or a record is of this very problem.
+    def _best_fit(self, kernel: Kernel, known: list[_Near], nearest: _Near) -> Config:
+        """Of the configurations of near records, and the default one, the fastest for this problem: by the measured time, scaled by the cost
+        model of the configuration from the record's sizes to these. The default one is scaled as those records are in the middle. That of
+        `nearest` if the kernel has no such model.
 
         The nearest problem's configuration may be the wrong one: tiles of 128 rows, chosen for 128 rows, take two rounds for 130.
         """
         model = kernel.estimate_config
-        if model is None or not known:
-            return None
-        sibling, floats, far, _ = min(n.rank for n in known)
-        if far == 0:
-            return None
-        scaled: list[tuple[float, str, _Near]] = []
+        if model is None:
+            return dict(nearest.timing.config)
+        scaled: list[tuple[float, str, Config]] = []
+        factors = list[float]()
+        default = kernel.config(self.problem, self.target)
+        own = model(self.problem, default, self.target)
         for n in known:
-            if (n.sibling, n.floats) == (sibling, floats):
+            if (n.sibling, n.floats) == (nearest.sibling, nearest.floats):
                 here, there = (model(at, n.timing.config, self.target) for at in (self.problem, n.at))
                 if here is None or not there:
-                    return None
-                scaled.append((n.timing.us * here / there, config_key(n.timing.config), n))
-        return min(scaled, key=lambda row: row[:2])[2]
+                    return dict(nearest.timing.config)
+                factors.append(n.timing.us / there)
+                scaled.append((here * factors[-1], config_key(n.timing.config), n.timing.config))
+        if own is not None:
+            scaled.append((own * median(factors), config_key(default), default))
+        return dict(min(scaled, key=lambda row: row[:2])[2])
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
         """Microseconds and their source; None when nothing near was measured. Configurations in `failed` are ignored.

@@ -42,7 +42,15 @@ def times(store: Store, name: str, us) -> Store:
         (4, 4),
         (5, 8),
         (64, 64),
-        (65, 128),
+        (65, 80),
+        (80, 80),
+        (130, 160),
+        (256, 256),
+        (257, 320),
+        (512, 512),
+        (513, 1024),
+        (1024, 1024),
+        (1025, 2048),
         (4095, 4096),
         (4096, 4096),
         (4097, None),
@@ -57,7 +65,7 @@ def test_one_layout_serves_all_buckets_with_the_best_kernel_of_each():
     small, large = kernel("small", layouts=("one_v1",)), kernel("large", layouts=("one_v1",))
     store = times(times(verified(small, large), "small", lambda m: m), "large", lambda m: 100.0)
     planned = plan([small, large], [layout("one_v1", 1.0)], store)
-    assert [e.kernel for e in planned.entries] == ["small"] * 7 + ["large"] * 7
+    assert [e.kernel for e in planned.entries] == ["small"] * 9 + ["large"] * 14
     assert planned.layouts == ("one_v1",) and {e.source for e in planned.entries} == {"measured"}
 
 

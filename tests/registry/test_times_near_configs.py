@@ -61,12 +61,19 @@ RECORDS = (128, NARROW, 13.0), (192, TALL, 21.0)
 
 
 def test_tiles_of_a_smaller_problem_do_not_serve_one_row_more() -> None:
-    assert times(130, *RECORDS).config(KERNEL) == TALL
+    chosen = times(130, *RECORDS).config(KERNEL)
+    assert chosen is not None and int(chosen["mt"]) >= 130
     assert times(120, *RECORDS).config(KERNEL) == NARROW
 
 
 def test_a_record_of_the_very_problem_decides_whatever_the_model_says() -> None:
     assert times(130, *RECORDS, (130, NARROW, 40.0)).config(KERNEL) == NARROW
+
+
+def test_the_default_configuration_runs_where_those_of_near_problems_suit_less() -> None:
+    """Both records have tiles that 256 rows fill badly; the default one's are scaled by what the records took beside the model."""
+    chosen = times(256, (192, TALL, 21.0), (130, config(130, 160, 2), 16.0)).config(KERNEL)
+    assert chosen == KERNEL.config(rows(256), TARGET)
 
 
 def test_without_a_model_of_configurations_the_nearest_decides() -> None:
