@@ -67,6 +67,8 @@ inline uint32_t warp_uniform(uint32_t v) {
   return of_warp(v, [](auto given) { return uint32_t(given(0)); });
 }
 inline void fence_proxy_async() {}
+inline void prefetch_tensormap(const void*) {}
+inline uint32_t opaque_zero() { return 0; }
 inline void st_shared(uint32_t to, uint4 v) { std::memcpy(fibers::memory_at(to), &v, 16); }
 
 constexpr int kArrivingLanes = 1;

@@ -2,7 +2,7 @@
 linear_w8a16_invariant_sm90.
 
 Configurations of the schedule `gemm_ws` with one accumulator and one warpgroup along K, and with a split along K that depends on N
-and K alone. Each element is then the sum of the same products in the same order, whatever M is: a tile of 64, 128 or 256 rows of x is
+and K alone. Each element is then the sum of the same products in the same order, whatever M is: a tile of any number of rows of x is
 the same sequence of wgmma along K, and the sums of a cluster's CTAs meet in the order of their ranks.
 """
 
@@ -33,9 +33,11 @@ def split_of(n: int, k: int, processors: int) -> int:
 def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the tiles that keep the order of additions, best first."""
     shapes = [s for s in gemm_ws.shapes_of(form) if s.chains == 1 and s.slices == 1 and s.c == COLUMNS]
-    costs = []
+    costs, split = [], split_of(n, k, processors)
     for shape in shapes:
-        partition = gemm_ws.Partition(split_of(n, k, processors), 0, processors * shape.ctas)
+        if shape.mt // 8 % split:
+            continue  # the CTAs of a cluster add up as many fragments of 8 rows each
+        partition = gemm_ws.Partition(split, 0, processors * shape.ctas)
         costs.append(
             (
                 gemm_ws.microseconds(form, shape, partition, m, n, k, processors),
