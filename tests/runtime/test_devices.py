@@ -58,7 +58,10 @@ def test_else_the_cpu_and_why(gpus: FakeGpus) -> None:
         (lambda: gpus("h200", seen=0), "although this machine has NVIDIA H200"),
         (lambda: gpus("h200", codes=["sm_80"]), "is built for sm_80, not for sm_90"),
         (lambda: gpus(seen=1), "not cuda:0: device cuda:0: this machine has 0 such accelerator(s)"),
-        (lambda: gpus("h200", exclude=("paged_*_triton*", "paged_*_sm90*", "paged_*_sm80*")), "runs paged_attention on sm_90"),
+        (
+            lambda: gpus("h200", exclude=("paged_*_triton*", "paged_*_sm90*", "paged_*_sm80*")),
+            "runs paged_attention on sm_90",
+        ),
     ]
     for make, why in cases:
         device, line = auto_device(make())
