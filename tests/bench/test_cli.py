@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.bench.cli import cli, main
+from gristmill.kernel_registry.plan import BUCKETS
 from gristmill.kernel_registry.policy import Policy
 
 VERDICTS = {"selected", "eligible", "unverified", "hardware", "build", "problem", "policy", "quarantined"}
@@ -103,22 +104,7 @@ def test_explain_elsewhere_verifies_nothing() -> None:
 
 def test_explain_without_the_dynamic_size_prints_a_plan() -> None:
     output = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu")
-    assert [row["m_max"] for row in output["plan"]] == [
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        4096,
-        None,
-    ]
+    assert [row["m_max"] for row in output["plan"]] == [*BUCKETS, None]
     assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in output["plan"])
 
 
