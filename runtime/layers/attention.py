@@ -27,7 +27,7 @@ from gristmill.runtime.layers.norm import norm_weight, weight_axis
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.qk_norm import HeadLayerNorm, Queries, Values, WholeNorm
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.layers.some_sequences import Sequences
+from gristmill.runtime.layers.some_sequences import Sequences, others
 
 
 class Attention:
@@ -242,11 +242,8 @@ class Attention:
             return
 
         def divide() -> SpreadSequences:
-            several = [new >= FEWEST_GATHERED for new, _ in batch.lengths]
-            chosen, others = (
-                [i for i, is_several in enumerate(several) if is_several == kind] for kind in (True, False)
-            )
-            return spread(batch, chosen, others, mesh.world, self.plans.block_size)
+            several = [i for i, (new, _) in enumerate(batch.lengths) if new >= FEWEST_GATHERED]
+            return spread(batch, several, others(batch, several), mesh.world, self.plans.block_size)
 
         parts = batch.once("spread", divide)
         for part in parts.gathered:

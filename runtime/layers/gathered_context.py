@@ -20,6 +20,7 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.batch import Batch, ContextShard, send_parts
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.some_sequences import Sequences, some
+from gristmill.runtime.parallel.mesh import Mesh
 
 FEWEST_GATHERED = 8
 """New tokens of a sequence from which on its context is gathered. Fewer read the parts of the context where they are in about the time that the
@@ -107,6 +108,13 @@ def _shard_of(shard: ContextShard, rows: slice | Tensor) -> ContextShard:
     return ContextShard(shard.block_table[rows], start, lengths, shard.max_ctx, shard.empty[rows])
 
 
+def _exchange(plan: BoundPlan, mesh: Mesh, sent: Tensor, received: Tensor) -> None:
+    """The collective operation of a plan, for a row per block: `MOST_BLOCKS` of them at a time."""
+    for first in range(0, len(sent), MOST_BLOCKS):
+        piece = slice(first, first + MOST_BLOCKS)
+        plan(sent[piece], mesh.group, mesh.world, received[piece])
+
+
 class HeadsOfRank:
     """Gathers blocks of a cache with heads: each rank gets those of its own ones, from all ranks.
 
@@ -156,9 +164,7 @@ class HeadsOfRank:
         else:
             numbers = numbers.view(self.plans.dtype)
         received = torch.empty_like(numbers)
-        for first in range(0, count, MOST_BLOCKS):
-            piece = slice(first, first + MOST_BLOCKS)
-            plan(numbers[piece], mesh.group, mesh.world, received[piece])
+        _exchange(plan, mesh, numbers, received)
         return received.view(sent.dtype).view(count * mesh.world, *sent.shape[2:])
 
     def of_context(self, cache: KeysAndValues, blocks: Tensor) -> KeysAndValues:
@@ -192,7 +198,5 @@ class LatentsOfAll:
         mesh, count = self.plans.mesh, len(blocks)
         sent = cache[blocks].reshape(count, self.n)
         received = sent.new_empty(count, mesh.world * self.n)
-        for first in range(0, count, MOST_BLOCKS):
-            piece = slice(first, first + MOST_BLOCKS)
-            self.plan(sent[piece], mesh.group, mesh.world, received[piece])
+        _exchange(self.plan, mesh, sent, received)
         return received.view(count * mesh.world, *cache.shape[1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch, send_parts
 from gristmill.runtime.config import MlaConfig
 from gristmill.runtime.layers.gathered_context import SpreadSequences, spread
-from gristmill.runtime.layers.some_sequences import Sequences, some, whole
+from gristmill.runtime.layers.some_sequences import Sequences, others, some, whole
 
 EXPANDING = 2.0
 """Cost of a multiplication that makes keys and values of cached tokens, relative to one of attention: they are written and read again.
@@ -76,8 +76,8 @@ def split(batch: Batch, mla: MlaConfig, block_size: int) -> Forms:
     chosen = [i for i, (new, context) in enumerate(batch.lengths) if expands(new, context, mla)]
     if not chosen:
         return Forms(None, whole(batch))
-    others = _others(batch, chosen)
-    return Forms(_expanded(batch, chosen, block_size), some(batch, others) if others else None)
+    rest = others(batch, chosen)
+    return Forms(_expanded(batch, chosen, block_size), some(batch, rest) if rest else None)
 
 
 def split_spread(batch: Batch, mla: MlaConfig, world: int, block_size: int) -> SpreadForms:
@@ -85,16 +85,12 @@ def split_spread(batch: Batch, mla: MlaConfig, world: int, block_size: int) -> S
     chosen = [i for i, (new, context) in enumerate(batch.lengths) if expands(new, context, mla)]
     new = [i for i in chosen if batch.lengths[i][0] == batch.lengths[i][1]]
     cached = [i for i in chosen if batch.lengths[i][0] < batch.lengths[i][1]]
-    parts = spread(batch, cached, _others(batch, chosen), world, block_size)
+    parts = spread(batch, cached, others(batch, chosen), world, block_size)
     return SpreadForms(
         _expanded(batch, new, block_size) if new else None,
         tuple(_over_context(part.sequences, part.contexts, block_size) for part in parts.gathered),
         parts,
     )
-
-
-def _others(batch: Batch, chosen: Sequence[int]) -> list[int]:
-    return [i for i in range(len(batch.lengths)) if i not in set(chosen)]
 
 
 def _expanded(batch: Batch, indices: Sequence[int], block_size: int) -> Expanded:

@@ -37,6 +37,12 @@ def whole(batch: Batch) -> Sequences:
     )
 
 
+def others(batch: Batch, chosen: Sequence[int]) -> list[int]:
+    """The indices that are not chosen, of a batch whose lengths the host knows."""
+    known = set(chosen)
+    return [i for i in range(len(batch.lengths)) if i not in known]
+
+
 def some(batch: Batch, indices: Sequence[int]) -> Sequences:
     """Those with these indices, in ascending order, of a batch whose lengths the host knows."""
     lengths = [batch.lengths[i] for i in indices]
