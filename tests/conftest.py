@@ -1,5 +1,5 @@
-"""Shared set-up: Triton kernels run in the interpreter unless there is a GPU; every test has its own store
-and cache."""
+"""Shared set-up: the package of this checkout is tested; Triton kernels run in the interpreter unless there is a GPU; every test has its own
+store and cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,30 @@ from unittest.mock import patch
 
 import pytest
 
-from gristmill.kernel_registry.targets.probe import probe_devices
+import gristmill
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def complaint(imported: str | None, root: Path) -> str | None:
+    """Why tests of the checkout `root` must not run with the package whose ``__file__`` is `imported`; None if they may."""
+    expected = root / "src" / "gristmill" / "__init__.py"
+    if imported is not None and Path(imported).resolve() == expected.resolve():
+        return None
+    return (
+        f"these are the tests of {root}, but the gristmill that was imported belongs to another checkout or an installation\n"
+        f"expected: {expected}\n"
+        f"imported: {imported}\n"
+        f"An editable installation precedes PYTHONPATH. Use this checkout's own environment ({root / '.venv'}, which `make setup` makes), or "
+        f"remove that installation: {sys.executable} -m pip uninstall gristmill"
+    )
+
+
+if _reason := complaint(gristmill.__file__, ROOT):
+    # Here, before anything else of the package is imported, since another checkout may not have it.
+    raise pytest.UsageError(_reason)
+
+from gristmill.kernel_registry.targets.probe import probe_devices  # noqa: E402
 
 HAS_GPU = bool(probe_devices().targets)
 if not HAS_GPU:
