@@ -55,6 +55,7 @@ __device__ __forceinline__ uint64_t swizzle128_descriptor(uint32_t address, uint
 template <typename T, int N>
 struct Wgmma;
 
+// Macros of one form, which sources of other widths use as well (linear/frag16_sm90/wgmma_rows.cuh).
 #define GM_D4 "%0, %1, %2, %3"
 #define GM_D8 GM_D4 ", %4, %5, %6, %7"
 #define GM_D16 GM_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -128,25 +129,6 @@ GM_WGMMAS_16(__half, "f16")
 GM_WGMMAS_8(E4m3, "f32.e4m3.e4m3", ", 1, 1", GM_FLOAT)
 GM_WGMMAS_8(U8S8, "s32.u8.s8", "", GM_INT)
 GM_WGMMAS_8(S8U8, "s32.s8.u8", "", GM_INT)
-
-#undef GM_WGMMA_16
-#undef GM_WGMMA_8
-#undef GM_WGMMAS_16
-#undef GM_WGMMAS_8
-#undef GM_D4
-#undef GM_D8
-#undef GM_D16
-#undef GM_D32
-#undef GM_D64
-#undef GM_D128
-#undef GM_R4
-#undef GM_R8
-#undef GM_R16
-#undef GM_R32
-#undef GM_R64
-#undef GM_R128
-#undef GM_FLOAT
-#undef GM_INT
 
 }  // namespace gm
 #endif

@@ -169,7 +169,7 @@ def _shared(slices: int, split: int, k: int) -> bool:
     return slices == 1 or cdiv(k, 128) // split >= slices
 
 
-def _divides(split: int, shape: Shape) -> bool:
+def divides(split: int, shape: Shape) -> bool:
     """Whether `split` CTAs of a cluster can each add up as many of a warpgroup's fragments of 8 rows."""
     return shape.mt // 8 // shape.slices % split == 0
 
@@ -188,7 +188,7 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
                 if (
                     tiles * split <= 2 * processors
                     and _shared(shape.slices, split, k)
-                    and _divides(split, shape)
+                    and divides(split, shape)
                 ):
                     yield shape, Partition(split, 0, full)
             continue
@@ -202,7 +202,7 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
                     for lag in lags:
                         yield shape, Partition(1, even, grid, lag)
         for split in (2, 4, 8):
-            if m <= shape.mt * 2 and groups >= split and _divides(split, shape):
+            if m <= shape.mt * 2 and groups >= split and divides(split, shape):
                 yield shape, Partition(split, 0, full)
 
 

@@ -35,8 +35,8 @@ def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple
     shapes = [s for s in gemm_ws.shapes_of(form) if s.chains == 1 and s.slices == 1 and s.c == COLUMNS]
     costs, split = [], split_of(n, k, processors)
     for shape in shapes:
-        if shape.mt // 8 % split:
-            continue  # the CTAs of a cluster add up as many fragments of 8 rows each
+        if not gemm_ws.divides(split, shape):
+            continue
         partition = gemm_ws.Partition(split, 0, processors * shape.ctas)
         costs.append(
             (

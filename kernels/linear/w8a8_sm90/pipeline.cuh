@@ -43,11 +43,29 @@ struct Ring {
     full = after + slots * S::kScales + index * 8;
   }
   __device__ __forceinline__ uint32_t empty() const { return full + slots * 8; }
+  // A third barrier of the slot, which only staggered products have.
+  __device__ __forceinline__ uint32_t middle() const { return full + slots * 16; }
   __device__ __forceinline__ void next() {
     if (++index == slots) index = 0, parity ^= 1;
     update();
   }
 };
+
+// Initializes the barriers of a ring, by one thread of the CTA: `leaving` and `halfway` warps arrive at an empty and at a
+// middle barrier.
+template <class S>
+__device__ __forceinline__ void init_ring(uint32_t base, int slots, int leaving, int halfway = 0) {
+  if (threadIdx.x == 0) {
+    const Ring<S> ring(base, slots);
+#pragma unroll 1
+    for (int i = 0; i < slots; ++i) {
+      mbar_init(ring.full + i * 8, 1);
+      mbar_init(ring.empty() + i * 8, leaving);
+      if (halfway > 0) mbar_init(ring.middle() + i * 8, halfway);
+    }
+    fence_mbarrier_init();
+  }
+}
 
 // First column and row of y of a tile. Rasterization: bands of p.band tiles along m, m first within a band.
 struct Tile {

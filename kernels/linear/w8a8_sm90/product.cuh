@@ -28,46 +28,69 @@ struct Int8 {  // W is offset by 128, so unsigned
   using Operands = std::conditional_t<PLAIN, S8U8, U8S8>;
 };
 
-// W's scales by blocks of k. The rows of W of a warp usually share a block row: lanes then hold its scales of 64
+// W's scales by blocks of k. The rows of W of a warp usually share a block row: lanes then hold its scales of
 // consecutive blocks, which are broadcast by shuffles. They are constant, and prefetched before the tile begins, with
 // the block row predicted as n / 128.
 template <class S>
-struct BlockScales {
-  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W per lane
-  float now = 0.f, ahead = 0.f, next_now = 0.f, next_ahead = 0.f;  // of 32 blocks of k, and of the next 32
-  // Block row of the lane's rows of W in the next tile, -1 if they differ; and its prediction.
-  int next = 0, predicted = 0;
+struct LaneScales {
+  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;  // rows of W per lane
+  float now = 0.f, ahead = 0.f;                                   // of 32 blocks of k, and of the next 32
+  int block_row = 0, next = 0;  // next: of the lane's rows of W in the next tile, -1 if they differ
   bool same = true;
-  // Prefetches for the next tile, in which the warp's rows of W begin at n.
-  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+  __device__ __forceinline__ static int predicted_row(const Params& p, int n) {
+    return min(n, p.n - 1) / 128;
+  }
+  __device__ __forceinline__ static float lane_scale(const Params& p, int block, int k) {
+    const int mine = k + (threadIdx.x & 31);
+    return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
+  }
+  // Prefetches the block rows of the next tile, in which the warp's rows of W begin at n; prefetch_scales is called
+  // between the loads.
+  template <typename Prefetch>
+  __device__ __forceinline__ void load_rows(const Params& p, int n, const Prefetch& prefetch_scales) {
     const int row = n + (S::kPlain ? (threadIdx.x & 31) * kEach : threadIdx.x & 15);
-    predicted = min(n, p.n - 1) / 128;
     next = __ldg(p.row_block + min(row, p.n - 1));
-    next_now = lane_scale(p, predicted, first), next_ahead = lane_scale(p, predicted, first + 32);
+    prefetch_scales();
 #pragma unroll
     for (int i = 1; i < kEach; ++i)
       if (__ldg(p.row_block + min(row + i, p.n - 1)) != next) next = -1;
   }
-  __device__ __forceinline__ void begin(const Params& p, int first) {
+  // The block row of the warp's first row of W, which all of them have if `same`.
+  __device__ __forceinline__ int begin_rows() {
     const int block = __shfl_sync(0xffffffffu, next, 0);
     same = __all_sync(0xffffffffu, next >= 0 && next == block);
-    now = next_now, ahead = next_ahead;
-    if (same && block != predicted) {
-      predicted = block;
-      now = lane_scale(p, predicted, first), ahead = lane_scale(p, predicted, first + 32);
-    }
-    block_row = predicted;
-  }
-  int block_row = 0;
-  __device__ __forceinline__ float lane_scale(const Params& p, int block, int k) const {
-    const int mine = k + (threadIdx.x & 31);
-    return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
+    return block;
   }
   // The scale of all rows, if they share one. Called once for each k, in order.
   __device__ __forceinline__ float at(const Params& p, int k, int first) {
     const int place = (k - first) & 31;
     if (place == 0 && k > first) now = ahead, ahead = lane_scale(p, block_row, k + 32);
     return __shfl_sync(0xffffffffu, now, place);
+  }
+};
+
+// With scales of 64 blocks of k prefetched for the next tile.
+template <class S>
+struct BlockScales : LaneScales<S> {
+  using Lane = LaneScales<S>;
+  using Lane::now, Lane::ahead, Lane::block_row, Lane::same, Lane::lane_scale;
+  float next_now = 0.f, next_ahead = 0.f;
+  int predicted = 0;
+  // Prefetches for the next tile, in which the warp's rows of W begin at n.
+  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+    predicted = Lane::predicted_row(p, n);
+    this->load_rows(p, n, [&] {
+      next_now = lane_scale(p, predicted, first), next_ahead = lane_scale(p, predicted, first + 32);
+    });
+  }
+  __device__ __forceinline__ void begin(const Params& p, int first) {
+    const int block = this->begin_rows();
+    now = next_now, ahead = next_ahead;
+    if (same && block != predicted) {
+      predicted = block;
+      now = lane_scale(p, predicted, first), ahead = lane_scale(p, predicted, first + 32);
+    }
+    block_row = predicted;
   }
   // The scale of row n, if they do not.
   __device__ __forceinline__ float of_row(const Params& p, int n, int k) const {
@@ -139,16 +162,29 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
   }
 }
 
-// Issues the products of a slot with 64 rows of A, from row `row` of the tile on, as one wgmma group.
+// Lower word of the descriptor of a slot's operand at an address in shared memory; the upper words of all are the same.
+__device__ __forceinline__ uint32_t described(uint32_t address) {
+  return static_cast<uint32_t>(swizzle128_descriptor(address));
+}
+
+// Issues the products of a slot with 64 rows of A, whose descriptors have the lower words a and b, as one wgmma group.
+template <typename T, class S>
+__device__ __forceinline__ void multiply_described(typename T::Sum (&d)[S::kSums], uint32_t a, uint32_t b,
+                                                   int add) {
+  using Operands = typename T::template Operands<S::kPlain>;
+  const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < 4; ++s)
+    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0 ? 1 : add);
+  wgmma_commit();
+}
+
+// The same from row `row` of the tile on.
 template <typename T, class S>
 __device__ __forceinline__ void multiply_slot(typename T::Sum (&d)[S::kSums], const Ring<S>& r, int row,
                                               int add) {
-  using Operands = typename T::template Operands<S::kPlain>;
-  const uint64_t a = swizzle128_descriptor(r.a + row * kBlockK), b = swizzle128_descriptor(r.b);
-  wgmma_fence();
-#pragma unroll
-  for (int s = 0; s < 4; ++s) Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
-  wgmma_commit();
+  multiply_described<T, S>(d, described(r.a + row * kBlockK), described(r.b), add);
 }
 
 // Main loop of a tile of e4m3 over blocks of k first .. last, with two-level accumulation. parts, all_factors: registers
@@ -241,15 +277,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32(smem);
   const int split = 1 << p.log_split, rank = p.log_split > 0 ? cluster_rank() : 0;
-  if (threadIdx.x == 0) {
-    const Ring<S> ring(base, p.slots);
-#pragma unroll 1
-    for (int i = 0; i < p.slots; ++i) {
-      mbar_init(ring.full + i * 8, 1);
-      mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
-    }
-    fence_mbarrier_init();
-  }
+  init_ring<S>(base, p.slots, S::kWarpgroups * 4);
   __syncthreads();
   griddepcontrol_launch_dependents();
   const int first_tile = blockIdx.x / split, step = gridDim.x / split;

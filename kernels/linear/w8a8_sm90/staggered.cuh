@@ -36,11 +36,6 @@ __device__ __forceinline__ Tile tile_of_rank(const Params& p, int index, int ran
   return {tile.n * S::kCtas + rank * S::kTileN, tile.m};
 }
 
-template <class S>
-__device__ __forceinline__ uint32_t middle_of(const Ring<S>& ring) {
-  return ring.full + ring.slots * 16;
-}
-
 // A box of a tensor to the same place in both CTAs of a pair, whose barriers both count its bytes.
 __device__ __forceinline__ void tma_load_to_pair(uint32_t dst, const void* map, int x, int y, uint32_t bar) {
   asm volatile(
@@ -70,41 +65,23 @@ __device__ __forceinline__ void mbar_arrive_at(uint32_t bar, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(bar, rank)) : "memory");
 }
 
-// W's scales by blocks of k, as BlockScales has them where x is operand A, in fewer registers: a lane holds that of one of
-// 32 blocks and of one of the next 32, and of the next tile that of its first 32. (A load by all lanes from one address
-// would be waited for at once, because the result becomes a uniform register.)
+// Where x is operand A, in fewer registers: a lane holds the scales of the next tile's first 32 blocks of k only. (A load
+// by all lanes from one address would be waited for at once, because the result becomes a uniform register.)
 template <class S>
-struct TileScales {
-  float now = 0.f, ahead = 0.f, first = 0.f;
-  int block_row = 0, next = 0;  // next: of the lane's rows in the next tile, -1 if they differ
-  bool same = true;
-  __device__ __forceinline__ static int predicted(const Params& p, int n) { return min(n, p.n - 1) / 128; }
-  __device__ __forceinline__ static float lane_scale(const Params& p, int block, int k) {
-    const int mine = k + (threadIdx.x & 31);
-    return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
-  }
+struct TileScales : LaneScales<S> {
+  using Lane = LaneScales<S>;
+  using Lane::now, Lane::ahead, Lane::block_row, Lane::same, Lane::lane_scale;
+  float first = 0.f;
   // Of the next tile, which begins at n.
   __device__ __forceinline__ void load(const Params& p, int n) {
-    constexpr int kEach = S::kColumns / 32;
-    const int row = n + (threadIdx.x & 31) * kEach;
-    next = __ldg(p.row_block + min(row, p.n - 1));
-    first = lane_scale(p, predicted(p, n), 0);
-#pragma unroll
-    for (int i = 1; i < kEach; ++i)
-      if (__ldg(p.row_block + min(row + i, p.n - 1)) != next) next = -1;
+    this->load_rows(p, n, [&] { first = lane_scale(p, Lane::predicted_row(p, n), 0); });
   }
   __device__ __forceinline__ void begin(const Params& p, int n) {
-    block_row = __shfl_sync(0xffffffffu, next, 0);
-    same = __all_sync(0xffffffffu, next >= 0 && next == block_row);
+    block_row = this->begin_rows();
     if (same) {
-      now = block_row == predicted(p, n) ? first : lane_scale(p, block_row, 0);
+      now = block_row == Lane::predicted_row(p, n) ? first : lane_scale(p, block_row, 0);
       ahead = lane_scale(p, block_row, 32);
     }
-  }
-  // The scale of block k, if all rows share it, for each k in order.
-  __device__ __forceinline__ float at(const Params& p, int k) {
-    if ((k & 31) == 0 && k > 0) now = ahead, ahead = lane_scale(p, block_row, k + 32);
-    return __shfl_sync(0xffffffffu, now, k & 31);
   }
 };
 
@@ -154,18 +131,6 @@ __device__ __forceinline__ void produce_shares(const Params& p, const void* w_ma
   }
 }
 
-// Issues the products of a slot with 64 rows of x, as multiply_slot does: a, b are the lower words of descriptors.
-template <typename T, class S>
-__device__ __forceinline__ void multiply_described(float (&d)[S::kSums], uint32_t a, uint32_t b) {
-  using Operands = typename T::template Operands<true>;
-  const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
-  wgmma_fence();
-#pragma unroll
-  for (int s = 0; s < 4; ++s)
-    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0);
-  wgmma_commit();
-}
-
 // Main loop of a tile with two blocks of 64 rows for each warpgroup. SAME: the rows of W of the tile share a block row.
 // rows: the warpgroup's first row of x in the tile; my_row: the thread's, of 64. n: first row of W.
 template <typename T, class S, bool SAME, typename Release>
@@ -173,18 +138,16 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
                                                    TileScales<S>& scales, int warpgroup, int my_row, int n,
                                                    const Release& release) {
   const int rows = warpgroup * 128;
-  const auto lower = [](uint32_t address) {
-    return static_cast<uint32_t>(swizzle128_descriptor(0)) | (address & 0x3ffff) >> 4;
-  };
-  const uint32_t first_a = lower(ring.base + rows * kBlockK), first_b = lower(ring.base + ring.slots * S::kA);
+  const uint32_t first_a = described(ring.base + rows * kBlockK),
+                 first_b = described(ring.base + ring.slots * S::kA);
   float part[S::kSums];
 #pragma unroll 1
   for (int k = 0; k < p.k_blocks; ++k) {
     [[maybe_unused]] float x[2][2], w = 1.f;
-    if constexpr (S::kBlocks && SAME) w = scales.at(p, k);
+    if constexpr (S::kBlocks && SAME) w = scales.at(p, k, 0);
     const uint32_t parity = ring.parity, from = ring.scales + (rows + my_row) * 4;
     const uint32_t a = first_a + ring.index * (S::kA / 16), b = first_b + ring.index * (S::kB / 16);
-    const uint32_t empty = ring.empty(), middle = middle_of(ring);
+    const uint32_t empty = ring.empty(), middle = ring.middle();
     mbar_wait(ring.full, parity);
     ring.next();
     if constexpr (S::kBlocks) {
@@ -194,7 +157,7 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
     if (warpgroup == 1) mbar_wait(middle, parity);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      multiply_described<T, S>(part, a + h * (64 * kBlockK / 16), b);
+      multiply_described<T, S>(part, a + h * (64 * kBlockK / 16), b, 0);
       wgmma_wait<0>();
       if (h == 1)
         release(empty);
@@ -238,16 +201,7 @@ __device__ __forceinline__ void product_staggered(const Params& p, const CUtenso
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32(smem);
-  if (threadIdx.x == 0) {
-    const Ring<S> ring(base, p.slots);
-#pragma unroll 1
-    for (int i = 0; i < p.slots; ++i) {
-      mbar_init(ring.full + i * 8, 1);
-      mbar_init(ring.empty() + i * 8, S::kCtas * S::kWarpgroups * 4);
-      mbar_init(middle_of(ring) + i * 8, 4);
-    }
-    fence_mbarrier_init();
-  }
+  init_ring<S>(base, p.slots, S::kCtas * S::kWarpgroups * 4, 4);
   if constexpr (S::kCtas > 1)
     cluster_sync();
   else

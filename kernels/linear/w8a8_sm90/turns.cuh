@@ -148,13 +148,7 @@ __device__ __forceinline__ void product_in_turns(const Params& p, const CUtensor
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32(smem);
-  if (threadIdx.x == 0) {
-    const Ring<S> ring(base, p.slots);
-#pragma unroll 1
-    for (int i = 0; i < p.slots; ++i)
-      mbar_init(ring.full + i * 8, 1), mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
-    fence_mbarrier_init();
-  }
+  init_ring<S>(base, p.slots, S::kWarpgroups * 4);
   __syncthreads();
   griddepcontrol_launch_dependents();
   const int all = p.n_tiles * p.m_tiles, step = gridDim.x;

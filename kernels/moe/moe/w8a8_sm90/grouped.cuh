@@ -111,15 +111,7 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
   int* const lists = reinterpret_cast<int*>(smem + S::rings(slots) + S::kWarpgroups * S::kEpilogue +
                                             slots * (S::kScales + 16));
   const GroupedList list{lists, lists + g.list.experts + 1};
-  if (threadIdx.x == 0) {
-    const Ring<S> ring(base, slots);
-#pragma unroll 1
-    for (int i = 0; i < slots; ++i) {
-      mbar_init(ring.full + i * 8, 1);
-      mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
-    }
-    fence_mbarrier_init();
-  }
+  init_ring<S>(base, slots, S::kWarpgroups * 4);
   list.build<S::kTileM>(g.list);
   griddepcontrol_launch_dependents();
   const int all = list.first[g.list.experts] * g.list.blocks;
