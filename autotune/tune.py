@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.halving import halve
 from gristmill.autotune.options import Job, Option, options
 from gristmill.autotune.place import Place
-from gristmill.autotune.verifying import verify_all
+from gristmill.autotune.verifying import BURST, key_of, verify_all
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
+from gristmill.kernel_registry.store import Store, Timing, Verification, target_key
 from gristmill.kernel_registry.times import deployed, of_present_code
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Tuned:
     """The outcome of one job.
 
     Attributes:
+        options: candidates. untried: those that were not verified or not timed, for want of time.
         reason: why no kernel ran.
         default_us: the time of the fastest kernel in its default configuration, in the same final.
     """
@@ -37,6 +39,7 @@ class Tuned:
     weight: float
     state: str
     options: int = 0
+    untried: int = 0
     wrong: list[str] = field(default_factory=list)
     kernel: str | None = None
     config: Config | None = None
@@ -103,69 +106,109 @@ def tune(
     workers: int = 2,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Tuned]:
-    """Tune `jobs` in order until `seconds` are over. `save` gets the records of each job when it is done, so an
-    interrupted run resumes: jobs with times in the store are skipped.
+    """Tune `jobs` in order until `seconds` are over, each in an even share of what is left of them.
+
+    All workers compile and verify the candidates of a burst of jobs, for half of its share at most, before the first of them is timed on the
+    idle machine: programs that jobs share are compiled once, and no job waits for a compiler. `save` gets the records of each job when it is
+    done, so an interrupted run resumes: jobs with times in the store are skipped.
     """
     from gristmill.autotune.worker import Worker
 
-    end, results = now() + seconds, []
-    pool = [Worker() for _ in range(workers)]
+    end, results = (
+        now() + seconds,
+        [Tuned(job.op.name, str(job.problem), job.weight, "known") for job in jobs],
+    )
+    waiting = [n for n, job in enumerate(jobs) if redo or not known(job, here, store)]
+    pool, least = [Worker() for _ in range(workers)], -math.inf
     try:
-        for number, job in enumerate(jobs):
-            if not redo and known(job, here, store):
-                results.append(Tuned(job.op.name, str(job.problem), job.weight, "known"))
-                continue
-            left = end - now()
-            # Jobs that cannot end in time are not started: the quickest job so far is the estimate of the least duration.
-            if left <= min((one.seconds for one in results if one.state == "tuned"), default=0.0):
-                results.append(Tuned(job.op.name, str(job.problem), job.weight, "out of time"))
-                continue
-            waiting = sum(redo or not known(j, here, store) for j in jobs[number:])
+        while waiting:
+            left, burst = end - now(), waiting[:BURST]
+            choices = {n: options(jobs[n], here) for n in burst if left > least}
             progress(
-                f"{number + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {waiting} problem(s)"
+                f"{len(waiting)} of {len(jobs)} problem(s) left, {left / 60:.1f} minutes: "
+                f"verifying {sum(map(len, choices.values()))} candidates of {len(choices)}"
             )
-            # Time left over by quick jobs goes to later ones; no job may take more than half of the remaining time.
-            share = min(max(4 * left / waiting, 2.0), max(left / 2, left / waiting))
-            tuned, records = _one(job, here, now() + share, pool)
-            results.append(tuned)
-            store = save(records)
+            deadline = now() + left * len(burst) / len(waiting) / 2
+            verified = verify_all(_in_turns(jobs, choices), here, pool, deadline, end) if choices else []
+            for n in burst:
+                job, left = jobs[n], end - now()
+                # Jobs that cannot end in time are not started: the quickest job so far is the estimate of the least duration. The first one is.
+                if n not in choices or left <= least:
+                    results[n].state = "out of time"
+                    continue
+                progress(
+                    f"{n + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {len(waiting)} problem(s)"
+                )
+                results[n], records, needed = _one(
+                    job, choices[n], verified, here, now() + left / len(waiting)
+                )
+                waiting = [other for other in waiting if other != n]
+                least = needed if least < 0 else min(least, needed)
+                save(records)
+            waiting = [n for n in waiting if n not in burst]
     finally:
         for worker in pool:
             worker.close()
     return results
 
 
-def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[Tuned, list[Any]]:
+def _in_turns(jobs: Sequence[Job], choices: Mapping[int, Sequence[Option]]) -> list[tuple[Job, Option]]:
+    """The candidates of several jobs for `verify_all`: the first ones of every kernel and job before any second one."""
+    turns = [(rank, n, option) for n, own in choices.items() for rank, option in _ranked(own)]
+    return [(jobs[n], option) for rank, n, option in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def _ranked(choices: Sequence[Option]) -> list[tuple[int, Option]]:
+    """Each candidate with its place among those of its kernel, whose space has the most promising ones first; all first ones first."""
+    places: Counter[str] = Counter()
+    ranked = []
+    for option in choices:
+        ranked.append((places[option.kernel.name], option))
+        places[option.kernel.name] += 1
+    return sorted(ranked, key=lambda one: one[0])
+
+
+def _one(
+    job: Job, choices: Sequence[Option], verified: Sequence[Verification], here: Place, deadline: float
+) -> tuple[Tuned, list[Any], float]:
+    """The outcome of a job, its records, and the least seconds that it could have taken."""
     from gristmill.autotune.candidate import WrongResultError
     from gristmill.autotune.errors import UnverifiableError
 
     begin, device = now(), here.device or "cpu"
     tuned = Tuned(job.op.name, str(job.problem), job.weight, "tuned")
-    choices = options(job, here)
     tuned.options = len(choices)
-    records: list[Any] = [*verify_all([(job, option) for option in choices], here, pool, deadline)]
-    verdicts = {(r.kernel, r.config): r for r in records}
+    verdicts = {(r.op, r.problem, r.kernel, r.config): r for r in verified}
+    records: list[Any] = []
     fit = []
-    for option in choices:
-        record = verdicts.get((option.kernel.name, config_key(option.config)))
+    for _, option in _ranked(choices):
+        record = verdicts.get(key_of(job, option))
+        if record is not None:
+            records.append(record)
         if record is not None and record.ok:
             fit.append(option)
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
+    tuned.untried = len(choices) - len(records)
+    failed = len(tuned.wrong)
     try:
-        candidates = prepared(job, fit, device, tuned.wrong, deadline)
+        candidates = prepared(job, fit, device, tuned.wrong, (begin + deadline) / 2)
+        tuned.untried += len(fit) - len(candidates) - (len(tuned.wrong) - failed)
     except UnverifiableError as error:
         tuned.reason, candidates = str(error), []
     by_name = {option.name: option for option in fit}
     defaults = [one for one in candidates if by_name[one.name].default]
-    placed = []
-    for one in halve(
+    placed, since = [], now()
+    finalists = halve(
         candidates,
         keep=sorted(defaults, key=lambda one: one.sample())[:1],
         deadline=deadline,
+        clock=now,
         mhz=sm_clock(device),
         kind=lambda one: one.kernel.name,
-    ):
+    )
+    halving = now() - since
+    for one in finalists:
         try:
             one.candidate.conclude()
             placed.append(one)
@@ -197,7 +240,7 @@ def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[T
         tuned.state = "nothing ran"
         tuned.reason = tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here"
     tuned.seconds = now() - begin
-    return tuned, records
+    return tuned, records, tuned.seconds - halving
 
 
 def prepared(

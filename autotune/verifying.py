@@ -1,12 +1,13 @@
 """Verify many candidates of many problems in several child processes, which also compiles them.
 
 Work is distributed by what a worker can reuse. The arguments of a problem serve all kernels that are verified on it, so its
-candidates go to one worker. A Triton kernel in one configuration is compiled once for all its problems, so those go to one
-worker too.
+candidates go to one worker. A kernel of a language that is compiled where it runs is compiled once in one configuration for all its
+problems, so those go to one worker too, and its configurations to many.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,18 +24,35 @@ from gristmill.kernel_registry.store import Verification, config_key, target_key
 CHUNK = 32
 """The maximum number of candidates that a worker takes at a time."""
 
+BURST = 24
+"""Problems that all workers verify before they are timed on the idle machine: enough to keep every worker busy, and few
+enough that at the deadline most verified problems have been timed."""
+
+COMPILED = ("triton", "cutedsl")
+"""Languages that are compiled where they run."""
+
 Task = tuple[Job, Option, Problem]
 """A candidate and its problem."""
 
 
+def key_of(job: Job, option: Option) -> tuple[str, str, str, str]:
+    """The key under which problems share a verification: operation, cut-out problem, kernel, configuration."""
+    kernel, config = option.kernel, option.config
+    return job.op.name, str(job.op.verification(job.problem, kernel, config)), kernel.name, config_key(config)
+
+
 def verify_all(
-    pairs: Sequence[tuple[Job, Option]], here: Place, pool: Sequence[Any], deadline: float
+    pairs: Sequence[tuple[Job, Option]],
+    here: Place,
+    pool: Sequence[Any],
+    deadline: float,
+    end: float = math.inf,
 ) -> list[Verification]:
-    """A record of every verified option, in any order; after `deadline` only defaults are verified.
+    """A record of every verified option, in any order; after `deadline` only defaults are verified, and after `end` nothing but the first.
 
     Problems that share a verification (the same cut-out of a weight in the same configuration) are verified once.
     """
-    waiting, stopped = deque(chunks(pairs, len(pool))), Event()
+    waiting, stopped, begun = deque(chunks(pairs, len(pool))), Event(), Event()
 
     def work(worker: Any) -> list[Verification]:
         verified = []
@@ -46,8 +64,9 @@ def verify_all(
             for job, option, small in chunk:
                 if stopped.is_set():
                     break
-                if not option.default and now() > deadline:
+                if now() > deadline and not option.default or now() > end and begun.is_set():
                     continue
+                begun.set()
                 outcome = worker.verify(job.op, option.kernel, option.config, small, here.device or "cpu")
                 if not outcome["judged"]:
                     continue
@@ -78,14 +97,14 @@ def verify_all(
 
 
 def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]]:
-    """The candidates that a worker takes at a time: defaults first, then those to compile, then the rest."""
+    """The candidates that a worker takes at a time: defaults first, then those to compile, then the rest; in the order of `pairs` otherwise."""
     once: dict[tuple[str, str, str], Task] = {}
     for job, option in sorted(pairs, key=lambda pair: not pair[1].default):
         small = job.op.verification(job.problem, option.kernel, option.config)
         once.setdefault((job.op.name, str(small), option.name), (job, option, small))
     together: dict[tuple[bool, bool, str, str], list[Task]] = {}
     for job, option, small in once.values():
-        compiled = option.kernel.language == "triton"
+        compiled = option.kernel.language in COMPILED
         alike = option.name if compiled else str(small)
         together.setdefault((not option.default, not compiled, job.op.name, alike), []).append(
             (job, option, small)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -55,6 +56,11 @@ def minutes(what: str) -> Decorator:
     return click.option(
         "--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True, help=what
     )
+
+
+def spare_processors() -> int:
+    """As many child processes as compile beside one that measures: the processors of this process but two, 2 to 16."""
+    return max(2, min(16, len(os.sched_getaffinity(0)) - 2))
 
 
 def workers(default: int = 2, what: str = "Child processes that compile and verify.") -> Decorator:

@@ -27,7 +27,7 @@ from gristmill.autotune.options import Job, Option, options
 from gristmill.autotune.place import Place
 from gristmill.autotune.rounds import Rounds
 from gristmill.autotune.tune import prepared
-from gristmill.autotune.verifying import verify_all
+from gristmill.autotune.verifying import BURST, key_of, verify_all
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
@@ -47,10 +47,6 @@ HOPELESS = 3.0
 
 SHOWN = 1.2
 """Candidates within this factor of the best are kept in result files with their samples; of others, the least time."""
-
-BURST = 24
-"""Problems that all workers verify before they are timed on the idle machine: enough to keep every worker busy, and few
-enough that at the deadline most verified problems have been timed."""
 
 
 @dataclass
@@ -179,7 +175,7 @@ def study(
                 (job, option)
                 for job in burst
                 for option in candidates[str(job.problem)]
-                if _key(job, option) not in outcomes
+                if key_of(job, option) not in outcomes
             ]
             progress(
                 f"{first + 1}/{len(jobs)}: verifying {len(candidates_to_verify)} candidates of {len(burst)} problems"
@@ -203,12 +199,6 @@ def study(
             worker.close()
     ask(problems, here, store, records)
     return problems
-
-
-def _key(job: Job, option: Option) -> tuple[str, str, str, str]:
-    """The key under which problems share a verification."""
-    kernel, config = option.kernel, option.config
-    return job.op.name, str(job.op.verification(job.problem, kernel, config)), kernel.name, config_key(config)
 
 
 def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
@@ -238,7 +228,7 @@ def _time(
     studied = Studied(job, exact=bool(stored_times))
     fit = []
     for option in choices:
-        record = outcomes.get(_key(job, option))
+        record = outcomes.get(key_of(job, option))
         if record is None:
             studied.missing += 1
         elif record.ok:

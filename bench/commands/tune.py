@@ -40,7 +40,7 @@ from gristmill.kernel_registry.store import Store
 )
 @options.minutes("The time budget, kept within 10 %.")
 @click.option("--redo", is_flag=True, help="Also tune problems that are in the store.")
-@options.workers()
+@options.workers(options.spare_processors())
 @options.target
 @options.results("Write a result file.")
 @options.as_json
@@ -62,9 +62,10 @@ def tune(
     kernelbench tune linear --problem "m=1,n=4096,k=4096,w=int4_g128" --minutes 2
     kernelbench tune --model llama-3-8b --weights int4_g128 --decode 1x1024 --prefill 1x2048
 
-    Candidates are all kernels that can run, except those that cost models rule out. Child processes verify them, successive
-    halving reduces them, and the last three race against the default. Every problem is written to the store when it is
-    done: an interrupted run resumes, because problems that are in the store are skipped.
+    Candidates are all kernels that can run, except those that cost models rule out. Child processes verify those of up to 24 problems at a
+    time, for half of these problems' time at most; then each problem has an even share of the time left: successive halving reduces its
+    candidates, and the last three race against the default. Every problem is written to the store when it is done: an interrupted run
+    resumes, because problems that are in the store are skipped.
     JSON and result files have per problem the saved time, multiplied by its number of calls (saved_us). For the calls of a
     model, and for captured calls, they also have the saved time per token, and tables are ranked by it.
     """
@@ -122,12 +123,16 @@ def tune(
         console.emit(summary | {"problems": rows})
         return
     columns: dict[str, console.Cell] = {"operation": "op", "problem": "problem", "": "state"}
-    columns |= {"tried": lambda r: r["options"] or "", "wrong": lambda r: len(r["wrong"]) or ""}
+    columns |= {
+        "tried": lambda r: r["options"] - r["untried"] or "",
+        "wrong": lambda r: len(r["wrong"]) or "",
+    }
+    columns |= {"untried": lambda r: r["untried"] or ""} if any(row["untried"] for row in rows) else {}
     columns |= {"kernel": "kernel", "µs": "us", "default µs": "default_us"}
     columns |= {"gain": lambda r: "-" if r["gain"] is None else f"{r['gain']:.2f}x"}
     columns |= {"saved ms/token": "saved_ms_per_token"} if tokens else {}
     columns |= {"reason": "reason"} if any(row["reason"] for row in rows) else {}
-    right = ("tried", "wrong", "µs", "default µs", "gain", "saved ms/token")
+    right = ("tried", "wrong", "untried", "µs", "default µs", "gain", "saved ms/token")
     console.table_of(f"Tuned for {here.target.name} {here.target.device}", rows, columns, right)
     states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())
     gain = "" if summary["gain"] is None else f"; {summary['gain']:.3f}x the default, geometric mean"

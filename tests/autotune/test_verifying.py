@@ -64,3 +64,10 @@ def test_past_the_deadline_only_defaults_are_verified() -> None:
     records = verify_all(pairs(), place("h200"), pool, deadline=0.0)
     defaults = {(small_of(job, option), option.name) for job, option in pairs() if option.default}
     assert len(records) == len(defaults) == sum(len(worker.asked) for worker in pool)
+
+
+def test_past_the_end_only_the_first_is_verified() -> None:
+    pool = [Recorder()]
+    records = verify_all(pairs(), place("h200"), pool, deadline=0.0, end=0.0)
+    ((first, *_), *_) = chunks(pairs(), 1)
+    assert [record.kernel for record in records] == [first[1].kernel.name] and first[1].default

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from gristmill.autotune.options import Job, Option
 from gristmill.autotune.place import place
+from gristmill.autotune.verifying import key_of
 from gristmill.bench import regret
 from gristmill.bench.cli import cli
 from gristmill.bench.regret import Studied, summary
@@ -141,9 +142,7 @@ def test_a_cheat_is_not_the_best_of_anything() -> None:
     config = dict(honest.config(job.problem, here.target))
     options = [Option(honest, config, True), Option(cheat, {}, False)]
     outcomes = {
-        regret._key(job, o): Verification(
-            "rms_norm", o.kernel.name, "", config_key(o.config), "", "", "", True
-        )
+        key_of(job, o): Verification("rms_norm", o.kernel.name, "", config_key(o.config), "", "", "", True)
         for o in options
     }
     one = regret._time(job, options, outcomes, here, Store(), random.Random(0))
