@@ -45,8 +45,9 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     ]
 
 
-@jit
-def grouped_linear_kernel(
+# What differs between problems of one configuration alone is not compiled in: what was verified on fewer rows and experts serves all.
+@jit(do_not_specialize=["m", "experts", "top_k"])  # type: ignore[call-arg, untyped-decorator]
+def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
     scales,
@@ -166,7 +167,10 @@ def grouped_linear_kernel(
 
 
 def launch(config: Config, call: GroupedLinearCall) -> None:
-    """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
+    """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2].
+
+    The configuration may have the bound of experts that a program finds its own among, a power of two, as ``be``.
+    """
     (m, columns_out), k, experts = call.out.shape, call.x.shape[1], call.expert_offsets.shape[0] - 1
     if m == 0:
         return
@@ -199,7 +203,7 @@ def launch(config: Config, call: GroupedLinearCall) -> None:
         SILU=call.silu_mul,
         BIAS=call.bias is not None,
         CLAMP=call.clamp,
-        BE=next_power_of_2(experts),
+        BE=int(config.get("be", 0)) or next_power_of_2(experts),
         num_warps=config["warps"],
         num_stages=config["stages"],
     )

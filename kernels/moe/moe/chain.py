@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.given_codes import dequantized
@@ -22,6 +22,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gristmill.kernels.calls import GroupedLinearCall, MoeCall
+
+TILE = ("bm", "bn", "bk", "warps", "stages")
+"""Entries of a product's configuration: rows of x, rows of W and columns of a step, warps, depth of the pipeline."""
+TILES = {
+    16: (
+        (64, 128, 4, 4),
+        (64, 64, 4, 5),
+        (128, 64, 4, 4),
+        (32, 128, 4, 4),
+        (64, 128, 4, 3),
+        (32, 256, 4, 3),
+        (128, 128, 8, 3),
+    ),
+    32: ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3)),
+    64: ((64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3)),
+    128: ((128, 64, 8, 4), (256, 64, 8, 3)),
+}
+"""bm -> tiles that are tried beside the default."""
+SMALLEST_SHARED = 64 << 10
+"""Bytes of shared memory that every target with matrix instructions has for a CTA."""
 
 
 def launch_torch(config: Config, call: MoeCall) -> None:
@@ -55,10 +75,16 @@ def launch_triton(config: Config, call: MoeCall) -> None:
     from gristmill.kernels.moe.grouped_linear import triton as grouped_linear_triton
     from gristmill.kernels.moe.permute import triton as permute_triton
 
-    grouped = partial(grouped_linear_triton.launch, config)
+    first, second = (partial(grouped_linear_triton.launch, config_of(config, product)) for product in (1, 2))
     combine = partial(combine_triton.launch, combine_triton.block_config(call.x.shape[1]))
-    parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
+    parts = _chain.Parts(partial(permute_triton.launch, {}), first, second, combine)
     _run(call, parts, partial(between_products, call.activation, call.gated))
+
+
+def config_of(config: Config, product: int) -> Config:
+    """The tile of a product: that of both, but for entries whose name ends with its number."""
+    own = {name: config.get(f"{name}{product}", config[name]) for name in TILE}
+    return {**{name: value for name, value in config.items() if name in ("scheme", "be")}, **own}
 
 
 def _run(call: MoeCall, parts: _chain.Parts, activate: Callable[[Tensor, Tensor], None]) -> None:
@@ -117,12 +143,50 @@ def config_triton(problem: Problem, target: Target) -> Config:
     share = problem.integer("m") * problem.integer("top_k") // problem.integer("e")
     return {
         **config(problem, target),
+        "be": next_power_of_2(problem.integer("e")),
         "bm": 16 if share <= 16 else 32 if share <= 64 else 64,
         "bn": 64,
         "bk": step_along_k(scheme, 32 if is_fp32 else 64),
         "warps": 4,
         "stages": 3,
     }
+
+
+def space_triton(problem: Problem, target: Target) -> Iterable[Config]:
+    """Tiles of as many rows as an expert has on average, and of more, since experts share rows unevenly: for both products, then for one.
+
+    Tiles of 16-bit numbers on GPUs that take matrices from shared memory, as far as those fit.
+    """
+    base = dict(config_triton(problem, target))
+    yield base
+    if problem.text("x") == "fp32" or not target.features & {"mma.bf16", "wgmma", "tcgen05"}:
+        return
+    smallest, limit = int(base["bm"]), target.smem_bytes or SMALLEST_SHARED
+    fitting = [
+        (rows, tile)
+        for rows, tiles in TILES.items()
+        if smallest <= rows <= 4 * smallest
+        for tile in tiles
+        if _shared_bytes(rows, *tile) <= limit
+    ]
+    for rows, tile in fitting:
+        yield base | dict(zip(TILE, (rows, *tile), strict=True))
+    for rows, tile in fitting:
+        if rows == smallest:
+            for product in (2, 1):
+                own = dict(zip(TILE, (rows, *tile), strict=True))
+                yield base | {f"{name}{product}": own[name] for name in TILE if own[name] != base[name]}
+
+
+def _shared_bytes(bm: int, bn: int, bk: int, warps: int, stages: int) -> int:
+    """Of the pipeline of a tile, in 16-bit numbers."""
+    return stages * (bm + bn) * bk * 2
+
+
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why a configuration does not run `problem`."""
+    experts, block = problem.integer("e"), int(config.get("be", 0))
+    return f"finds an expert among up to {block}, not {experts}" if 0 < block < experts else None
 
 
 KERNELS = (
@@ -152,6 +216,8 @@ KERNELS = (
             summary=summary,
             accepts=accepted,
             config=config_triton,
+            space=space_triton if layout == "dense_v1" else None,
+            misfit=misfit,
             supports=("activation", "gated"),
             workspace=workspace,
             layouts=(layout,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 TILE = ("bm", "bn", "slots")
 """Entries of a product's configuration that differ between the products; here their names end with its number."""
+PROMISING = 3
+"""Tiles of either product that are tried with each other, the best first; others are tried with the best one of the other product."""
 
 
 def launch(config: Config, call: MoeCall) -> None:
@@ -55,16 +58,16 @@ def kernel(machine: Machine) -> Kernel:
             "epilogue2": "bias" if "w2_bias" in flags else "none",
             **machine.fixed(problem.text("x"), target),
         }
-        best1, *others1 = machine.ranked(rows, e, 2 * i, ctas)
-        best2, *others2 = machine.ranked(rows, e, h, ctas)
-        pairs = [
-            (best1, best2),
-            *((other, best2) for other in others1),
-            *((best1, other) for other in others2),
-        ]
+        firsts = machine.ranked(rows, e, 2 * i, ctas)
+        seconds = machine.ranked(rows, e, h, ctas)
+        # Pairs share programs, of which there is one for each tile of a product: a pair costs its measurement.
+        places = sorted(
+            itertools.product(range(len(firsts)), range(len(seconds))), key=lambda pair: (sum(pair), pair)
+        )
+        pairs = [(firsts[n], seconds[k]) for n, k in places if max(n, k) < PROMISING or 0 in (n, k)]
         for pair in pairs:
             yield {
-                f"{name}{product}": tile[name] for product, tile in enumerate(pair, 1) for name in TILE
+                f"{name}{number}": tile[name] for number, tile in enumerate(pair, 1) for name in TILE
             } | rest
 
     def config(problem: Problem, target: Target) -> Config:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 SHARE = 4
 """Entries of ids are at most this part of the experts: then few weights are read twice."""
 
+SHAPES = ((4, 512, 4), (2, 1024, 4), (4, 1024, 8), (8, 512, 8), (8, 256, 4))
+"""Rows of weights of a program, the most columns at a time, and warps, for either product; the default first."""
+MORE = ((1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 2048, 8), (4, 256, 2))
+"""Those that are tried for one product only."""
+
 
 @jit
 def gate_and_up_kernel(
@@ -123,9 +128,8 @@ def launch(config: Config, call: MoeCall) -> None:
     inner, experts = _chain.sizes_of(call.w13, call.inter)
     (space,) = _chain.carve(call.workspace, call.x, (entries * inner * call.x.element_size(),))
     activations = space.view(call.x.dtype)
-    rows = int(config["rows"])
-    options = {"ROWS": rows, "num_warps": int(config["warps"])}
-    gate_and_up_kernel[(cdiv(inner, rows), entries)](
+    rows1, rows2 = int(config["rows1"]), int(config["rows2"])
+    gate_and_up_kernel[(cdiv(inner, rows1), entries)](
         call.x,
         call.ids,
         call.w13[0],
@@ -139,10 +143,11 @@ def launch(config: Config, call: MoeCall) -> None:
         call.limit,
         BIAS=call.w13_bias is not None,
         CLAMP=call.clamp,
+        ROWS=rows1,
         STEP=int(config["step1"]),
-        **options,
+        num_warps=int(config["warps1"]),
     )
-    down_kernel[(cdiv(hidden, rows), tokens)](
+    down_kernel[(cdiv(hidden, rows2), tokens)](
         activations,
         call.ids,
         call.weights,
@@ -154,8 +159,9 @@ def launch(config: Config, call: MoeCall) -> None:
         hidden,
         inner,
         BIAS=call.w2_bias is not None,
+        ROWS=rows2,
         STEP=int(config["step2"]),
-        **options,
+        num_warps=int(config["warps2"]),
     )
 
 
@@ -171,11 +177,20 @@ def accepts(problem: Problem) -> str | None:
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Rows of weights per program, columns at a time and warps; the default first."""
-    h, i = problem.integers("h", "i")
-    for rows, most, warps in ((4, 512, 4), (2, 1024, 4), (4, 1024, 8), (8, 512, 8), (8, 256, 4)):
-        steps = (min(most, max(16, next_power_of_2(size))) for size in (h, i))
-        yield {"rows": rows, **dict(zip(("step1", "step2"), steps, strict=True)), "warps": warps}
+    """Shapes of both products together, the default first; then others of one of them beside the default of the other.
+
+    A product of few rows of weights keeps every multiprocessor reading to its end if its programs are small.
+    """
+    sizes = problem.integers("h", "i")
+
+    def shape(product: int, rows: int, most: int, warps: int) -> dict[str, int]:
+        step = min(most, max(16, next_power_of_2(sizes[product - 1])))
+        return {f"rows{product}": rows, f"step{product}": step, f"warps{product}": warps}
+
+    yield from (shape(1, *both) | shape(2, *both) for both in SHAPES)
+    for one in (*SHAPES[1:], *MORE):
+        yield shape(1, *one) | shape(2, *SHAPES[0])
+        yield shape(1, *SHAPES[0]) | shape(2, *one)
 
 
 def config(problem: Problem, target: Target) -> Config:
