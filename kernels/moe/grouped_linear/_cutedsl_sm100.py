@@ -208,7 +208,7 @@ class GroupedLinear(Program):
                 sources[i] = permutation[cutlass.min(row0 + thread // 8 + 16 * i, end - 1)] // top_k
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
-                copy(sources, step, slot)
+                copy(sources, end - row0, step, slot)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

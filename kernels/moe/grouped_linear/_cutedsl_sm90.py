@@ -24,6 +24,8 @@ from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Gather, Program,
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
+FEW = 16
+"""Rows of x that TMA copies at a time where a tile has 64: an expert of few rows has no others read, beside which its weights would wait."""
 REGISTERS = 64 * 1024
 """Of a multiprocessor, and so of a CTA."""
 
@@ -40,6 +42,7 @@ class GroupedLinear(Program):
     Attributes:
         bm: rows of x of a tile.
         groups: warpgroups that multiply, 64 rows of a tile each.
+        box: rows of x that TMA copies at a time.
         registers: of a thread that loads, and of one that multiplies; the increase waits forever if a CTA has fewer than all of them.
     """
 
@@ -47,6 +50,7 @@ class GroupedLinear(Program):
         super().__init__(dtype, config)
         self.bm = int(config["bm"])
         self.groups = self.bm // 64
+        self.box = FEW if self.bm == 64 else self.bm
         load = 72 if self.gathered else 40
         self.registers = (load, min(240, (REGISTERS // 128 - load) // self.groups // 8 * 8))
 
@@ -71,7 +75,10 @@ class GroupedLinear(Program):
         w = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_x, x_by_tma = cpasync.make_tiled_tma_atom(
-            load, x, cute.slice_(ring_x, (None, None, 0)), (self.bm, BK)
+            load,
+            x,
+            cute.slice_(ring_layout(self.dtype, self.box, BK, 1), (None, None, 0)),
+            (self.box, BK),
         )
         # W comes in halves: gate and up are N / 2 rows apart.
         half = cute.slice_(ring_layout(self.dtype, self.bn // 2, BK, 1), (None, None, 0))
@@ -183,7 +190,7 @@ class GroupedLinear(Program):
         while expert < offsets.shape[0] - 1:
             row0, end, n0 = place(offsets, expert, self.bm, self.columns, tile - start)
             second = n0 + (columns if const_expr(self.gated) else self.bn // 2)
-            from_w, to_w = [], []
+            from_w, to_w, from_x, to_x = [], [], [], []
             for half in cutlass.range_constexpr(2):
                 rows = cute.domain_offset((n0 if const_expr(half == 0) else second, 0, expert), w_by_tma)
                 shared_half, half_of_w = cpasync.tma_partition(
@@ -198,22 +205,37 @@ class GroupedLinear(Program):
             if const_expr(self.gathered):
                 sources = cute.make_rmem_tensor((self.bm // 16,), Int32)
                 for i in cutlass.range_constexpr(self.bm // 16):
-                    # Past the expert's rows its last one is read again; those sums are not stored.
+                    # Past the expert's rows its last one stands in, which is not copied.
                     row = cutlass.min(row0 + thread // 8 + 16 * i, end - 1)
                     sources[i] = permutation[row] // top_k
             else:
-                rows = cute.local_tile(cute.domain_offset((row0, 0), x_by_tma), (self.bm, BK), (0, None))
-                to_x_by_tma, from_x = cpasync.tma_partition(
-                    tma_x, 0, whole, cute.group_modes(sx, 0, 2), cute.group_modes(rows, 0, 2)
-                )
+                boxes = cutlass.min((end - row0 + self.box - 1) // self.box, self.bm // self.box)
+                rows_of_x = cute.domain_offset((row0, 0), x_by_tma)
+                for box in cutlass.range_constexpr(self.bm // self.box):
+                    shared_box, box_of_x = cpasync.tma_partition(
+                        tma_x,
+                        0,
+                        whole,
+                        cute.group_modes(cute.local_tile(sx, (self.box, BK), (box, 0, None)), 0, 2),
+                        cute.group_modes(cute.local_tile(rows_of_x, (self.box, BK), (box, None)), 0, 2),
+                    )
+                    to_x.append(shared_box)
+                    from_x.append(box_of_x)
             for step in range(steps):
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 if warp_index == 0:
                     with cute.arch.elect_one():
-                        landing = self.bn if const_expr(self.gathered) else self.bn + self.bm
+                        landing = self.bn if const_expr(self.gathered) else self.bn + boxes * self.box
                         cute.arch.mbarrier_arrive_and_expect_tx(full + slot, landing * BK * 2)
                     if const_expr(not self.gathered):
-                        cute.copy(tma_x, from_x[None, step], to_x_by_tma[None, slot], tma_bar_ptr=full + slot)
+                        for box in cutlass.range_constexpr(self.bm // self.box):
+                            if box < boxes:
+                                cute.copy(
+                                    tma_x,
+                                    from_x[box][None, step],
+                                    to_x[box][None, slot],
+                                    tma_bar_ptr=full + slot,
+                                )
                     for half in cutlass.range_constexpr(2):
                         cute.copy(
                             tma_w,
@@ -222,7 +244,7 @@ class GroupedLinear(Program):
                             tma_bar_ptr=full + slot,
                         )
                 if const_expr(self.gathered):
-                    gather(sources, step, slot)
+                    gather(sources, end - row0, step, slot)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

@@ -72,24 +72,32 @@ class Gather:
 
     def __init__(self, ring: cute.Tensor, rows: int, x: cute.Tensor, thread: Int32):
         """ring: of slots of so many rows."""
-        self.x, self.slot_bytes, self.column = x, rows * 128, thread % 8 * 8
-        row, piece = thread // 8, thread % 8 ^ thread // 8 % 8
-        self.to = cute.recast_ptr(ring.iterator, dtype=Uint8) + (row * 128 + piece * 16)
+        self.x, self.slot_bytes = x, rows * 128
+        self.row, self.column = thread // 8, thread % 8 * 8
+        piece = thread % 8 ^ self.row % 8
+        self.to = cute.recast_ptr(ring.iterator, dtype=Uint8) + (self.row * 128 + piece * 16)
 
-    def __call__(self, rows: cute.Tensor, step: Int32, slot: Int32):
-        """Copy a step of 64 columns of these rows of x. Columns past K are zero, as those that TMA loads."""
+    @cute.jit
+    def __call__(self, rows: cute.Tensor, count: Int32, step: Int32, slot: Int32):
+        """Copy a step of 64 columns of these rows of x, of those among the first `count` of the tile: sums of the others are not stored, so that
+        whatever the slot held serves for them. Columns past K are zero, as those that TMA loads.
+        """
         column = step * 64 + self.column
-        left = self.x.shape[1] - column
-        inside = cutlass.min(cutlass.max(left, 0) * 2, 16)
-        at = cutlass.min(column, self.x.shape[1] - 8)
-        for i in range(cute.size(rows)):
-            nvvm.cp_async_shared_global(
-                (self.to + (slot * self.slot_bytes + i * 16 * 128)).llvm_ptr,
-                eight(self.x, rows[i], at).iterator.llvm_ptr,
-                16,
-                nvvm.LoadCacheModifierKind.CG,
-                cp_size=inside.ir_value(),
-            )
+        if column < self.x.shape[1]:  # K is whole pieces
+            for i in cutlass.range_constexpr(cute.size(rows)):
+                if self.row + 16 * i < count:
+                    self.copy(i, slot, eight(self.x, rows[i], column))
+        else:
+            for i in cutlass.range_constexpr(cute.size(rows)):
+                if self.row + 16 * i < count:
+                    self.copy(i, slot, eight(self.x, 0, 0), cp_size=Int32(0).ir_value())
+
+    def copy(self, i: int, slot: Int32, piece: cute.Tensor, **size):
+        """16 bytes to this thread's place in row 16 i + thread / 8 of a slot; with a `size` of 0, zeros. A size that is a variable costs a copy as
+        much as the rest of it."""
+        to = self.to + (slot * self.slot_bytes + i * 16 * 128)
+        cached = nvvm.LoadCacheModifierKind.CG
+        nvvm.cp_async_shared_global(to.llvm_ptr, piece.iterator.llvm_ptr, 16, cached, **size)
 
 
 @cute.jit

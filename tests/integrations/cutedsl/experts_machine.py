@@ -37,12 +37,14 @@ class ExpertsCta(BlockScaledCta):
         return super().execute(warp, instruction, active)
 
     def gather(self, warp: Warp, operands: tuple[str, ...], active: Array) -> None:
-        """Later: so many bytes of each lane, zeros past those that it reads."""
+        """Later: so many bytes of each lane, zeros past those that it reads, which are all if a copy does not say how many."""
         size = int(operands[2])
         to, source = (
             warp.address(operand)[active, None] + np.arange(size) for operand in (operands[0], operands[1])
         )
-        read = warp.value(operands[3]).astype(np.int64)[active, None]
+        read = np.full((int(active.sum()), 1), size)
+        if len(operands) > 3:
+            read = warp.value(operands[3]).astype(np.int64)[active, None]
         assert not (to[:, 0] % size).any() and not (source[:, 0] % size).any()
         assert (read >= 0).all() and (read <= size).all()
 
