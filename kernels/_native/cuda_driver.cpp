@@ -90,13 +90,14 @@ const CudaDriver* cuda_driver() {
 }
 
 int tensor_map(CUtensorMap* map, CUtensorMapDataType type, unsigned rank, const void* base,
-               const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
+               const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+               CUtensorMapL2promotion fetch) {
   const CudaDriver* driver = cuda_driver();
   if (driver == nullptr) return GM_E_DRIVER;
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult result = driver->tensor_map(
-      map, type, rank, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = driver->tensor_map(map, type, rank, const_cast<void*>(base), sizes, strides, box,
+                                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                             fetch, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? GM_OK : failed(result);
 }
 

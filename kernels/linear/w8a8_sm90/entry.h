@@ -113,7 +113,8 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Args)(const GmLinearW8a8Args* args) {
   if ((tiles + a.grid) * a.split > INT32_MAX) return GM_E_SHAPE;
 
   CUtensorMap maps[3];
-  int status = bytes_map(&maps[0], a.w, uint64_t(a.k), uint64_t(a.n), uint64_t(a.k), unsigned(one->tile_n()));
+  int status = bytes_map(&maps[0], a.w, uint64_t(a.k), uint64_t(a.n), uint64_t(a.k), unsigned(one->tile_n()),
+                         a.m <= 256);
   if (status == GM_OK)
     status = bytes_map(&maps[1], a.x, uint64_t(a.k), uint64_t(a.m), uint64_t(a.ldx),
                        unsigned(one->tile_m() / pair));

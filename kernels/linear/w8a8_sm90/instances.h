@@ -64,10 +64,12 @@ inline bool fits(const Instance& one, int smem, int ctas) {
   return ctas >= 1 && ctas <= one.ctas && smem <= kMaxShared && (smem + 1024) * ctas <= kMaxShared + 1024;
 }
 
-// 8-bit values [rows, k] in boxes of `box` rows of 128.
-inline int bytes_map(CUtensorMap* map, const void* base, uint64_t k, uint64_t rows, uint64_t ld,
-                     unsigned box) {
-  return rows_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, base, k, rows, ld, kBlockK, box);
+// 8-bit values [rows, k] in boxes of `box` rows of 128. read_once: they are read once, or little more, so that the speed
+// of the memory limits the product.
+inline int bytes_map(CUtensorMap* map, const void* base, uint64_t k, uint64_t rows, uint64_t ld, unsigned box,
+                     bool read_once = false) {
+  return rows_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, base, k, rows, ld, kBlockK, box,
+                  read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 }  // namespace gm::w8a8

@@ -70,7 +70,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmGroupedW8a8Args)(const GmGroupedW8a8Args* args) {
 
   CUtensorMap maps[2];
   int status = bytes_map(&maps[0], a.w, uint64_t(a.k), uint64_t(a.experts) * a.n, uint64_t(a.k),
-                         unsigned(one->tile_n()));
+                         unsigned(one->tile_n()), a.rows <= int64_t(a.experts) * 64);
   if (status == GM_OK)
     status =
         bytes_map(&maps[1], a.x, uint64_t(a.k), uint64_t(a.rows), uint64_t(a.k), unsigned(one->tile_m()));
