@@ -60,7 +60,7 @@ def random_weight(draw: Draw, *shape: int) -> QuantTensor:
     """A QuantTensor [..., N, K] in the scheme of axis w, with act_order if that is set. Its rows have very different sizes, so that
     a wrong row, group or scale is detected."""
     problem, k = draw.problem, shape[-1]
-    values = draw.weight(*shape)
+    values = draw.normal(*shape).to(draw.device)
     sizes = ((0.5 * draw.normal(*shape[:-1], 1)).exp() / k**0.5).to(draw.device)
     scheme = QuantScheme.parse(problem.text("w"))
     return quantized(values * sizes, scheme, bool(problem["act_order"]), draw.generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,6 @@ from gristmill.kernels.common import torch_dtype
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-LARGE = 1 << 26
-"""Numbers of a weight up to which they are drawn on the CPU, in half a second."""
 
 
 class Draw:
@@ -29,7 +24,7 @@ class Draw:
         import torch
 
         self.problem, self.device, self.source = problem, device, source
-        self.seed, self.generator = seed, torch.Generator(source).manual_seed(seed)
+        self.generator = torch.Generator(source).manual_seed(seed)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -41,21 +36,6 @@ class Draw:
         import torch
 
         return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device=self.source)
-
-    @cached_property
-    def _of_device(self) -> torch.Generator:
-        """The generator of large weights, which goes on from one to the next."""
-        import torch
-
-        return torch.Generator(self.device).manual_seed(self.seed)
-
-    def weight(self, *shape: int) -> Tensor:
-        """float32 from the standard normal distribution, on `device`; more than `LARGE` numbers depend on the device, which draws them itself."""
-        import torch
-
-        if math.prod(shape) <= LARGE:
-            return self.normal(*shape).to(self.device)
-        return torch.randn(*shape, generator=self._of_device, dtype=torch.float32, device=self.device)
 
     def uniform(self, *shape: int) -> Tensor:
         """float32 from [0, 1)."""

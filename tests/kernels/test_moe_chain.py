@@ -8,6 +8,7 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe.moe import chain
+from gristmill.kernels.moe.moe import op as moe
 from tests.conftest import HAS_GPU
 
 OP = default_registry().op("moe")
@@ -75,3 +76,25 @@ def test_what_is_verified_on_fewer_experts_is_the_program_that_runs() -> None:
     config = KERNEL.config(problem, HOPPER)
     small = OP.verification(problem, KERNEL, config)
     assert small.integer("e") == 16 and config["be"] == 128
+
+
+@pytest.mark.parametrize(
+    ("problem", "source"),
+    [
+        ("m=16,top_k=2,e=8,h=4096,i=7168", "cuda:0"),
+        ("m=65,top_k=8,e=16,h=512,i=256", "cpu"),
+        ("m=16,top_k=2,e=8,h=4096,i=7168,w=int4_g128,act_order=true", "cpu"),
+    ],
+)
+def test_a_device_draws_experts_that_a_cpu_takes_seconds_for(
+    problem: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drawn(Exception):
+        pass
+
+    def draw(*_: object, source: str) -> None:
+        raise Drawn(source)
+
+    monkeypatch.setattr(moe, "Draw", draw)
+    with pytest.raises(Drawn, match=source):
+        OP.inputs(OP.problem(problem), 0, "cuda:0")

@@ -93,6 +93,10 @@ def check(problem: Problem) -> str | None:
     )
 
 
+LARGE = 1 << 25
+"""Numbers of a matrix of all experts up to which arguments are drawn on the CPU."""
+
+
 def codes_fit(
     codes: torch.Tensor | None, scales: torch.Tensor | None, w: str, h: int, rows: int, groups: int
 ) -> str | None:
@@ -101,8 +105,13 @@ def codes_fit(
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
-    """Skewed experts, one with nothing, ids repeated within a token, ids of other ranks."""
-    draw, (m, k, e, h, i) = Draw(problem, seed, device), problem.integers("m", "top_k", "e", "h", "i")
+    """Skewed experts, one with nothing, ids repeated within a token, ids of other ranks.
+
+    More than `LARGE` weights are drawn by the device, whose values they depend on: on a CPU they take seconds.
+    """
+    m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
+    is_large = e * h * i > LARGE and not problem["act_order"]
+    draw = Draw(problem, seed, device, source=device if is_large else "cpu")
     ids, weights = draw.experts(m, k, power=1.5, foreign=0.03), draw.uniform(m, k) + 0.1
     weights /= weights.sum(-1, keepdim=True)
     (x,) = draw.stored(draw.rows(m, h, spread=0.5))
