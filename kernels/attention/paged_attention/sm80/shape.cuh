@@ -17,6 +17,7 @@ template <int D, int N, int BYTES>
 struct SmallDecodeShape {
   static constexpr int kThreads = D > 128 ? 64 : 128, kWarps = kThreads / 32, kResident = 2;
   static constexpr int kStep = BYTES == 1 && D <= 128 ? 32 : 16;
+  static constexpr bool kColumns = false;
   static constexpr int kChunks = D * BYTES / 16, kQRow = D * 2 + 16, kRow = BYTES == 2 ? kQRow : D,
                        kTile = kStep * kRow, kScales = BYTES == 1 ? kStep * 8 : 0;
   static constexpr int kStage = 2 * kTile + kScales, kPitch = D + 4;

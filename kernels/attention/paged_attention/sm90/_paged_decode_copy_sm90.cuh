@@ -45,14 +45,16 @@ struct DecodeShape {
   static constexpr int kResident = D > 128 ? 1 : 2;               // CTAs per multiprocessor
   static constexpr int kChunks = D * BYTES / 16;                  // 16-byte chunks of a row
   static constexpr int kQRow = D * 2 + 16;                        // bytes of a row of Q in shared memory
-  static constexpr int kRow = BYTES == 2 ? kQRow : D;             // of a key or its values
-  static constexpr int kTile = kStep * kRow;                      // keys of a step, or their values
-  static constexpr int kScales = BYTES == 1 ? kStep * 8 : 0;      // of its keys, then of its values
+  // Rows of 16-bit elements are in columns of 128 bytes, one behind the other, or padded where they are not made of such.
+  static constexpr bool kColumns = BYTES == 2 && D % 64 == 0;
+  static constexpr int kRow = BYTES == 1 ? D : kColumns ? 2 * D : kQRow;  // of a key or its values
+  static constexpr int kTile = kStep * kRow;                              // keys of a step, or their values
+  static constexpr int kScales = BYTES == 1 ? kStep * 8 : 0;              // of its keys, then of its values
   static constexpr int kStage = 2 * kTile + kScales;
   static constexpr int kPitch = D + 4;  // of rows of sums, in floats
   static constexpr int kQ = 0, kRing = N * kQRow, kStatsBytes = kWarps * N * 8;
-  // Dynamic shared memory of a CTA at most. For codes less: two steps ahead are enough.
-  static constexpr int kLimit = (kResident == 2 ? 115200 : 231424) * (BYTES == 1 ? 5 : 8) / 8;
+  // Dynamic shared memory of a CTA at most. Two steps ahead are enough; with more in flight, memory is read slower.
+  static constexpr int kLimit = (kResident == 2 ? 115200 : 231424) * 5 / 8;
   static constexpr int kFittingStages = (kLimit - kRing - kStatsBytes) / (kWarps * kStage),
                        kMaxStages = D > 192 ? 3 : 5,
                        kStages = kFittingStages < kMaxStages ? kFittingStages : kMaxStages;
@@ -61,8 +63,7 @@ struct DecodeShape {
   static constexpr int kSums = kRing, kStats = kRing + kRingBytes, kBytes = kStats + kStatsBytes;
   static_assert(kStages >= 2 && kWarps * N * kPitch * 4 <= kRingBytes);
 
-  // Eight rows have no bank conflicts: rows of 16-bit elements by 16 bytes of padding, rows of codes by a swizzle
-  // (chunk_offset).
+  // Eight rows have no bank conflicts: by a swizzle (chunk_offset), or by 16 bytes of padding.
   static constexpr int kSwizzleBits = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : kChunks % 2 == 0 ? 1 : 0;
 };
 
@@ -78,6 +79,7 @@ __device__ __forceinline__ uint32_t swizzle_of(uint32_t row) {
 // Offset of a 16-byte chunk of a row in a tile.
 template <typename S>
 __device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t piece) {
+  if constexpr (S::kColumns) return (piece >> 3) * (S::kStep * 128) + row * 128 + ((piece ^ row) & 7) * 16;
   return row * S::kRow + (piece ^ swizzle_of<S>(row)) * 16;
 }
 
@@ -133,10 +135,10 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
   from += in * slot_bytes + c * 16;
 #pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
-    // What the L2 cache fetches at a time. With 256 bytes memory is read at 4.1 instead of 4.2 TB/s on an H200; but rows of codes
-    // are so short that with few sequences those of the next KV head, which another CTA copies, had better come along.
-    cp_async_16<S::kScales == 0 ? 128 : 256>(
-        to + (row + in) * S::kRow + (c ^ swizzle_of<S>(in) ^ swizzle_of<S>(row)) * 16, from);
+    if constexpr (S::kScales == 0)
+      cp_async_16<128>(to + chunk_offset<S>(row + in, c), from);  // with 256, memory is read slower
+    else  // The L2 cache fetches the rows of the next KV head too, which another CTA copies.
+      cp_async_16<256>(to + (row + in) * S::kRow + (c ^ swizzle_of<S>(in) ^ swizzle_of<S>(row)) * 16, from);
 }
 
 // Copies the keys and values of a step, with zeros where there is no key.
@@ -175,10 +177,9 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
         const int row = h * 16 + in, key = step * S::kStep + row;
         const bool there = key >= seq.low && key < seq.context;
         const uint32_t at = to + chunk_offset<S>(row, c);
-        cp_async_16_or_zeros<128>(at, there ? from_k + static_cast<int64_t>(in) * p.k_slot + c * 16 : k,
-                                  there);
-        cp_async_16_or_zeros<128>(at + S::kTile,
-                                  there ? from_v + static_cast<int64_t>(in) * p.v_slot + c * 16 : v, there);
+        cp_async_16(at, there ? from_k + static_cast<int64_t>(in) * p.k_slot + c * 16 : k, there ? 16 : 0);
+        cp_async_16(at + S::kTile, there ? from_v + static_cast<int64_t>(in) * p.v_slot + c * 16 : v,
+                    there ? 16 : 0);
       }
     }
     return;
@@ -195,8 +196,8 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
     for (int n = 0; n < kChunks; n += 4) {
       if (n + 4 > kChunks && part >= kChunks - n) break;
       const uint32_t at = to + chunk_offset<S>(lane / 4 + h * 8, n + part);
-      cp_async_16_or_zeros<128>(at, there ? from_k + (n + part) * 16 : k, there);
-      cp_async_16_or_zeros<128>(at + S::kTile, there ? from_v + (n + part) * 16 : v, there);
+      cp_async_16(at, there ? from_k + (n + part) * 16 : k, there ? 16 : 0);
+      cp_async_16(at + S::kTile, there ? from_v + (n + part) * 16 : v, there ? 16 : 0);
     }
   }
 }

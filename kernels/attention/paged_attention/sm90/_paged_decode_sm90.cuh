@@ -11,8 +11,6 @@
 // the workspace; the CTA that arrives last reduces them in the order of the keys. So a launch needs no plan, its
 // result does not depend on timing, and a captured graph stays right when lengths change.
 #pragma once
-#include <climits>
-
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_paged_decode_step_sm90.cuh"
 
@@ -199,13 +197,13 @@ __device__ __forceinline__ int least_piece(int steps, int seqs) {
   return (least + S::kWarps - 1) / S::kWarps * S::kWarps;
 }
 
-// Steps of the sequences of the threads before this one, of all sequences, and of the longest one.
+// Steps of the sequences of the threads before this one, and of all sequences.
 struct StepSums {
-  int before, all, most;
+  int before, all;
 };
 
-// Prefix sum over the CTA. most: of the thread's sequences; totals: shared memory, one per warp. By all threads.
-__device__ __forceinline__ StepSums sum_steps(int mine, int most, int2* totals, int warps) {
+// Prefix sum over the CTA. totals: shared memory, one per warp. By all threads.
+__device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int sum = mine;
 #pragma unroll
@@ -213,59 +211,38 @@ __device__ __forceinline__ StepSums sum_steps(int mine, int most, int2* totals, 
     const int other = __shfl_up_sync(0xffffffffu, sum, lanes);
     if (lane >= lanes) sum += other;
   }
-  most = __reduce_max_sync(0xffffffffu, most);
-  if (lane == 31) totals[warp] = make_int2(sum, most);
+  if (lane == 31) totals[warp] = sum;
   __syncthreads();
-  StepSums sums{sum - mine, 0, 0};
+  StepSums sums{sum - mine, 0};
   for (int w = 0; w < warps; ++w) {
-    if (w < warp) sums.before += totals[w].x;
-    sums.all += totals[w].x, sums.most = max(sums.most, totals[w].y);
+    if (w < warp) sums.before += totals[w];
+    sums.all += totals[w];
   }
   return sums;
-}
-
-// Whole contexts of a piece where all are about as long and so fill the pieces; 0: contexts are cut, into even pieces.
-// Parts have to be reduced, which costs more than a few idle CTAs.
-template <typename S>
-__device__ __forceinline__ int whole_contexts(const DecodeParams& p, const StepSums& sums) {
-  const int count = (p.seqs + p.pieces - 1) / p.pieces;
-  // A CTA for each multiprocessor suffices for one context each.
-  const int room = count == 1 ? p.pieces / S::kResident : count * p.pieces;
-  const bool even = static_cast<int64_t>(sums.most) * p.seqs * 7 <= static_cast<int64_t>(sums.all) * 8;
-  return even && p.seqs * 8 >= room * 7 ? count : 0;
 }
 
 template <typename C, int D, int N, bool CAP>
 __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCap<CAP>& cap) {
   using S = DecodeShape<D, N, C::kBytes>;
-  extern __shared__ __align__(16) uint8_t smem[];
-  __shared__ int2 totals[S::kWarps];
-  __shared__ int found[2];
+  extern __shared__ __align__(128) uint8_t smem[];
+  __shared__ int totals[S::kWarps], found[2];
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
   Segment segment;
   segment.head = blockIdx.x - piece * p.kv_heads;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
-  int mine = 0, most = 0;
-  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i) {
-    const int cost = cost_of(p, decode_sequence<S::kStep>(p, i));
-    mine += cost, most = max(most, cost);
-  }
-  const StepSums sums = sum_steps(mine, most, totals, S::kWarps);
-  int piece_steps, begin, stop, last = p.seqs, start;
-  if (const int whole = whole_contexts<S>(p, sums); whole > 0) {
-    piece_steps = stop = INT_MAX, begin = start = 0;
-    segment.index = piece * whole, last = min(segment.index + whole, p.seqs);
-  } else {
-    piece_steps = max((sums.all + p.pieces - 1) / p.pieces, least_piece<S, D, N>(sums.all, p.seqs));
-    begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
-    if (begin >= stop) return;
-    if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
-    __syncthreads();
-    segment.index = found[0], start = found[1];
-  }
-  for (; last > segment.index && stop > start; ++segment.index) {
+  int mine = 0;
+  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
+    mine += cost_of(p, decode_sequence<S::kStep>(p, i));
+  const StepSums sums = sum_steps(mine, totals, S::kWarps);
+  const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, least_piece<S, D, N>(sums.all, p.seqs));
+  const int begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
+  if (begin >= stop) return;
+  if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
+  __syncthreads();
+  segment.index = found[0];
+  for (int start = found[1]; start < stop; ++segment.index) {  // of the sequence
     segment.seq = decode_sequence<S::kStep>(p, segment.index);
     const int steps_at = start + p.sequence_cost;
     segment.from = max(begin - steps_at, 0);

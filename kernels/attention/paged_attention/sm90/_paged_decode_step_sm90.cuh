@@ -19,10 +19,15 @@ template <typename T, int D, int N, bool CAP>
 __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
                                             float scale_log2, bool whole, int key, int limit, int window,
                                             uint32_t by_group, const SoftCap<CAP>& cap) {
-  constexpr int kRow = D * 2 + 16;
+  using S = DecodeShape<D, N, 2>;
+  constexpr int kQRow = S::kQRow;
   const int lane = threadIdx.x & 31, t = lane & 3;
-  const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
-                 values = tile + (16 + (lane & 7) + (lane >> 4) * 8) * kRow + (lane >> 3 & 1) * 16;
+  const uint32_t keys = tile + chunk_offset<S>(lane & 15, lane >> 4),
+                 values = tile + S::kTile + chunk_offset<S>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+  // The address of chunk 2 i + c of a row, given that of its chunk c of the first two.
+  const auto chunks = [](uint32_t at, int i) {
+    return S::kColumns ? (at ^ (i & 3) * 32) + (i >> 2) * (S::kStep * 128) : at + i * 32;
+  };
   uint32_t weights[N / 8][2];
   float factor[N / 8][2];
   bool grown = false;
@@ -30,12 +35,12 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
 #pragma unroll
   for (int j = 0; j < D / 16; ++j) {
     uint32_t a[4];
-    ldmatrix_x4(a, keys + j * 32);
+    ldmatrix_x4(a, chunks(keys, j));
 #pragma unroll
     for (int n = 0; n < N / 8; n += 2) {
       uint32_t b[4];  // of rows n * 8 on, and of the next 8; N = 8: of the same rows twice
       ldmatrix_x4(
-          b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
+          b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kQRow + (lane >> 3 & 1) * 16 + j * 32);
       Num<T>::mma(s[n][j & 1], a, b[0], b[1]);
       if constexpr (N > 8) Num<T>::mma(s[n + 1][j & 1], a, b[2], b[3]);
     }
@@ -85,7 +90,7 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
 #pragma unroll
   for (int i = 0; i < D / 16; ++i) {
     uint32_t a[4];
-    ldmatrix_x4_trans(a, values + i * 32);
+    ldmatrix_x4_trans(a, chunks(values, i));
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) Num<T>::mma(sums.o[i][n], a, weights[n][0], weights[n][1]);
   }
