@@ -90,6 +90,31 @@ def test_the_default_is_the_first_to_try(scheme: str, m: int, n: int, k: int) ->
     assert estimate is not None and 0 < estimate < 1e6
 
 
+def _tried(problem: str) -> set[tuple[int, int, int]]:
+    """Rows, columns and kinds of the CTAs that are tried."""
+    configs = KERNEL.space(OP.problem(problem), TARGET)
+    return {(int(c["rows"]), int(c["columns"]), int(c["plain"])) for c in configs}
+
+
+@pytest.mark.parametrize("scheme", shapes.SCHEMES)
+def test_tiles_that_fill_the_multiprocessors_are_tried(scheme: str) -> None:
+    """Two rows of tiles: 64 columns of 96 for 132 multiprocessors, where there are 48 of 128."""
+    tried = _tried(f"m=256,n=6144,k=4096,w={scheme}")
+    assert {(128, 96, 2), (128, 128, 2)} <= tried
+
+
+@pytest.mark.parametrize("scheme", shapes.SCHEMES)
+def test_kinds_without_times_are_tried_and_not_chosen(scheme: str) -> None:
+    problem = f"m=4096,n=24576,k=1536,w={scheme}"
+    tried = _tried(problem)
+    assert {(256, 128, 4), (256, 128, 7), (128, 128, 8)} <= tried
+    for kind in (6, 9):  # of when sums may be added, which int8 sums are not
+        assert ((256, 128, kind) in tried) == ("int8" not in scheme)
+    for m in (1, 64, 256, 1024, 4096):
+        config = KERNEL.config(OP.problem(f"m={m},n=24576,k=1536,w={scheme}"), TARGET)
+        assert config["plain"] < 6 and config["columns"] != 96, config
+
+
 def test_workspaces_hold_codes_scales_and_sums() -> None:
     for scheme, size in (
         ("fp8_ch.fp8_token", 7 * 272 + 8 * 4),
@@ -215,7 +240,7 @@ def test_codes_of_int8_are_128_too_large() -> None:
 def test_owners_of_fragments_cover_a_tile(shape: Shape) -> None:
     """Each fragment of eight rows of x has one owner among the CTAs that share a tile, and its place there."""
     fragments = shape.columns // 8
-    for split in (1, 2, 4, 8):
+    for split in (1,) if shape.plain else (1, 2, 4, 8):  # only tiles with W as operand A are shared
         share = max(1, fragments // split)
         owners = [f // share for f in range(fragments)]
         assert max(owners) < split and all(owners.count(owner) == share for owner in set(owners))

@@ -55,7 +55,7 @@ __device__ __forceinline__ uint64_t swizzle128_descriptor(uint32_t address, uint
 template <typename T, int N>
 struct Wgmma;
 
-// Macros of one form, which sources of other widths use as well (linear/frag16_sm90/wgmma_rows.cuh).
+// Macros of one form, also of widths that only some kernels have (linear/frag16_sm90/wgmma_rows.cuh).
 #define GM_D4 "%0, %1, %2, %3"
 #define GM_D8 GM_D4 ", %4, %5, %6, %7"
 #define GM_D16 GM_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -70,12 +70,23 @@ struct Wgmma;
   "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
   "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "  \
   "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define GM_D40 GM_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define GM_D48 GM_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define GM_D80 GM_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define GM_D96 GM_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define GM_D112 \
+  GM_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define GM_R4(R, i) R(d[i]), R(d[i + 1]), R(d[i + 2]), R(d[i + 3])
 #define GM_R8(R, i) GM_R4(R, i), GM_R4(R, i + 4)
 #define GM_R16(R, i) GM_R8(R, i), GM_R8(R, i + 8)
 #define GM_R32(R, i) GM_R16(R, i), GM_R16(R, i + 16)
 #define GM_R64(R, i) GM_R32(R, i), GM_R32(R, i + 32)
 #define GM_R128(R, i) GM_R64(R, i), GM_R64(R, i + 64)
+#define GM_R40(R, i) GM_R32(R, i), GM_R8(R, i + 32)
+#define GM_R48(R, i) GM_R32(R, i), GM_R16(R, i + 32)
+#define GM_R80(R, i) GM_R64(R, i), GM_R16(R, i + 64)
+#define GM_R96(R, i) GM_R64(R, i), GM_R32(R, i + 64)
+#define GM_R112(R, i) GM_R96(R, i), GM_R16(R, i + 96)
 #define GM_FLOAT "+f"
 #define GM_INT "+r"
 

@@ -7,7 +7,7 @@
 
 // K(rows of operand A, rows of operand B, whether A is x, warpgroups, blocks of 64 rows of each, CTAs of a
 // multiprocessor)
-#define GM_THREADS(warpgroups, columns) ((warpgroups) * 128 + ((columns) == 128 ? 128 : 32))
+#define GM_THREADS(warpgroups, columns) ((warpgroups) * 128 + ((columns) >= 96 ? 128 : 32))
 #define GM_JOIN3(a, b, c, d) a##_##b##x##c##x##d
 #define GM_NAMED(a, b, c, d) GM_JOIN3(a, b, c, d)
 

@@ -16,12 +16,16 @@ struct Shape {
   static constexpr int kWarpgroups = WARPGROUPS, kHalves = HALVES, kColumns = COLUMNS;
   static constexpr bool kPlain = PLAIN, kBlocks = BLOCKS;
   static constexpr int kRows = 64 * WARPGROUPS * HALVES, kMathThreads = 128 * WARPGROUPS, kSums = COLUMNS / 2;
+  // Whether a tile's columns may be in two blocks of W, although those of all begin at multiples of 128.
+  static constexpr bool kStraddles = PLAIN && BLOCKS && 128 % COLUMNS != 0;
   static constexpr int kTileM = PLAIN ? kRows : COLUMNS, kTileN = PLAIN ? COLUMNS : kRows;
   // Of a warpgroup.
   static constexpr int kTokens = PLAIN ? 64 * HALVES : COLUMNS, kFeatures = PLAIN ? COLUMNS : 64 * HALVES;
   // Whether the producer is a whole warpgroup, for setmaxnreg: 168 registers for each of 384 threads become 232 and 40.
-  static constexpr bool kReallocates = COLUMNS == 128;
+  static constexpr bool kReallocates = COLUMNS >= 96;
   static constexpr int kA = kRows * kBlockK, kB = COLUMNS * kBlockK, kScales = BLOCKS ? kTileM * 4 : 0;
+  // Columns that a warp stages at a time, PLAIN.
+  static constexpr int kStaged = COLUMNS % 64 == 0 ? 64 : 32;
   // Epilogue of a warpgroup: staging of up to 64 tokens and 64 columns of y, and their scales.
   static constexpr int kChunk = kTokens < 64 ? kTokens : 64, kTable = kChunk * 128,
                        kTokenScales = kTokens * 8;

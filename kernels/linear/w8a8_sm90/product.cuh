@@ -14,6 +14,15 @@
 #ifdef __CUDACC__
 #include <type_traits>
 
+namespace gm {
+
+// Of 8-bit types, for tiles of 96 columns.
+GM_WGMMA_8(E4m3, "f32.e4m3.e4m3", ", 1, 1", 96, GM_D48, GM_R48, GM_FLOAT, "%48", "%49", "%50")
+GM_WGMMA_8(U8S8, "s32.u8.s8", "", 96, GM_D48, GM_R48, GM_INT, "%48", "%49", "%50")
+GM_WGMMA_8(S8U8, "s32.s8.u8", "", 96, GM_D48, GM_R48, GM_INT, "%48", "%49", "%50")
+
+}  // namespace gm
+
 namespace gm::w8a8 {
 
 // Types of x and W; Operands<true> where operand A is x.
@@ -33,9 +42,11 @@ struct Int8 {  // W is offset by 128, so unsigned
 // the block row predicted as n / 128.
 template <class S>
 struct LaneScales {
-  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;  // rows of W per lane
-  float now = 0.f, ahead = 0.f;                                   // of 32 blocks of k, and of the next 32
-  int block_row = 0, next = 0;  // next: of the lane's rows of W in the next tile, -1 if they differ
+  // Rows of W per lane, and lanes that have rows of their own.
+  static constexpr int kEach = S::kStraddles ? 8 : S::kPlain ? S::kColumns / 32 : 1;
+  static constexpr int kLanes = S::kPlain ? S::kColumns / kEach : 16;
+  float now = 0.f, ahead = 0.f;  // of 32 blocks of k, and of the next 32
+  int block_row = 0, next = 0;   // next: of the lane's rows of W in the next tile, -1 if they differ
   bool same = true;
   __device__ __forceinline__ static int predicted_row(const Params& p, int n) {
     return min(n, p.n - 1) / 128;
@@ -48,7 +59,8 @@ struct LaneScales {
   // between the loads.
   template <typename Prefetch>
   __device__ __forceinline__ void load_rows(const Params& p, int n, const Prefetch& prefetch_scales) {
-    const int row = n + (S::kPlain ? (threadIdx.x & 31) * kEach : threadIdx.x & 15);
+    const int lane = threadIdx.x & 31;
+    const int row = n + (S::kStraddles ? min(lane, kLanes - 1) : lane & (kLanes - 1)) * kEach;
     next = __ldg(p.row_block + min(row, p.n - 1));
     prefetch_scales();
 #pragma unroll
@@ -76,21 +88,26 @@ struct BlockScales : LaneScales<S> {
   using Lane::now, Lane::ahead, Lane::block_row, Lane::same, Lane::lane_scale;
   float next_now = 0.f, next_ahead = 0.f;
   int predicted = 0;
-  // Prefetches for the next tile, in which the warp's rows of W begin at n.
-  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+  __device__ __forceinline__ void prefetch(const Params& p, int n, int first) {
     predicted = Lane::predicted_row(p, n);
-    this->load_rows(p, n, [&] {
-      next_now = lane_scale(p, predicted, first), next_ahead = lane_scale(p, predicted, first + 32);
-    });
+    next_now = lane_scale(p, predicted, first), next_ahead = lane_scale(p, predicted, first + 32);
   }
-  __device__ __forceinline__ void begin(const Params& p, int first) {
-    const int block = this->begin_rows();
+  // Begins a tile whose rows are in `block`, if they are in one.
+  __device__ __forceinline__ void start(const Params& p, bool known, int block, int first) {
     now = next_now, ahead = next_ahead;
-    if (same && block != predicted) {
+    if (known && block != predicted) {
       predicted = block;
       now = lane_scale(p, predicted, first), ahead = lane_scale(p, predicted, first + 32);
     }
     block_row = predicted;
+  }
+  // Prefetches for the next tile, in which the warp's rows of W begin at n.
+  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+    this->load_rows(p, n, [&] { prefetch(p, n, first); });
+  }
+  __device__ __forceinline__ void begin(const Params& p, int first) {
+    const int block = this->begin_rows();
+    start(p, same, block, first);
   }
   // The scale of row n, if they do not.
   __device__ __forceinline__ float of_row(const Params& p, int n, int k) const {
@@ -98,11 +115,42 @@ struct BlockScales : LaneScales<S> {
   }
 };
 
+// Where a tile may have rows of two blocks (`same`): the first 32 times `leading` of them are in one, all others in the next.
+template <class S>
+struct StraddlingScales : BlockScales<S> {
+  using Block = BlockScales<S>;
+  BlockScales<S> other;
+  int leading = 0;
+  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+    this->load_rows(p, n, [&] {
+      this->prefetch(p, n, first);
+      other.prefetch(p, n + S::kColumns - 1, first);
+    });
+  }
+  __device__ __forceinline__ void begin(const Params& p, int first) {
+    constexpr unsigned kAll = (1u << Block::kLanes) - 1;
+    const int block = __shfl_sync(0xffffffffu, this->next, 0);
+    const int last = __shfl_sync(0xffffffffu, this->next, Block::kLanes - 1);
+    const unsigned of_block = __ballot_sync(0xffffffffu, this->next == block) & kAll;
+    const unsigned of_last = __ballot_sync(0xffffffffu, this->next == last) & kAll;
+    const int lanes = __popc(of_block);
+    leading = lanes / 4;
+    this->same = block >= 0 && last >= 0 && lanes % 4 == 0 && (of_block & (of_block + 1)) == 0 &&
+                 (of_block | of_last) == kAll;
+    this->start(p, this->same, block, first);
+    other.start(p, this->same, last, first);
+  }
+};
+
+template <class S>
+using ScalesOf = std::conditional_t<S::kStraddles, StraddlingScales<S>, BlockScales<S>>;
+
 // Scales of the products of a block of k with 64 rows of A.
 template <class S>
 struct Factors {
   // W's scale if its rows share one; PLAIN: times those of the thread's two tokens.
   float w = 1.f, of[2] = {};
+  float other_w = 1.f;  // of a straddling tile's further rows
   // row: the thread's first row of A, counted from the tile's; x_scales: the slot's.
   __device__ __forceinline__ void load(float scale, int row, uint32_t x_scales) {
     w = scale;
@@ -115,7 +163,7 @@ struct Factors {
 // warp.
 template <class S>
 __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
-                                        const float (&part)[S::kSums], const BlockScales<S>& scales,
+                                        const float (&part)[S::kSums], const ScalesOf<S>& scales,
                                         const Factors<S>& factors, int k, int n, uint32_t x_scales) {
   if constexpr (!S::kBlocks) {
 #pragma unroll
@@ -136,9 +184,18 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
     };
     if constexpr (S::kPlain) {
       const float x[2] = {factors.of[0], factors.of[1]}, of[2] = {x[0] * w, x[1] * w};
-      if (scales.same)
-        add([&](int) { return make_float4(of[0], of[0], of[1], of[1]); });
-      else
+      if (scales.same) {
+        if constexpr (S::kStraddles) {
+          const float other[2] = {x[0] * factors.other_w, x[1] * factors.other_w};
+          add([&](int j) {
+            const bool leads = j / 4 < scales.leading;
+            const float low = leads ? of[0] : other[0], high = leads ? of[1] : other[1];
+            return make_float4(low, low, high, high);
+          });
+        } else {
+          add([&](int) { return make_float4(of[0], of[0], of[1], of[1]); });
+        }
+      } else
         add([&](int j) {
           const float c[2] = {scales.of_row(p, n + j * 8 + pair, k),
                               scales.of_row(p, n + j * 8 + pair + 1, k)};
@@ -167,16 +224,17 @@ __device__ __forceinline__ uint32_t described(uint32_t address) {
   return static_cast<uint32_t>(swizzle128_descriptor(address));
 }
 
-// Issues the products of a slot with 64 rows of A, whose descriptors have the lower words a and b, as one wgmma group.
-template <typename T, class S>
+// Issues the products of a slot with 64 rows of A, whose descriptors have the lower words a and b, as one wgmma group: of
+// the 32 columns FIRST to LAST of its 4 times 32.
+template <typename T, class S, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void multiply_described(typename T::Sum (&d)[S::kSums], uint32_t a, uint32_t b,
                                                    int add) {
   using Operands = typename T::template Operands<S::kPlain>;
   const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
   wgmma_fence();
 #pragma unroll
-  for (int s = 0; s < 4; ++s)
-    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > 0 ? 1 : add);
+  for (int s = FIRST; s < LAST; ++s)
+    Wgmma<Operands, S::kColumns>::ss(d, upper | (a + s * 2), upper | (b + s * 2), s > FIRST ? 1 : add);
   wgmma_commit();
 }
 
@@ -193,7 +251,7 @@ __device__ __forceinline__ void multiply_slot(typename T::Sum (&d)[S::kSums], co
 template <typename T, class S, int SCALES, typename Row, typename Multiply, typename Release>
 __device__ __forceinline__ void multiply_blocks(const Params& p,
                                                 typename T::Sum (&sums)[S::kHalves][S::kSums], Ring<S>& ring,
-                                                BlockScales<S> (&scales)[SCALES], int rows, int my_rows,
+                                                ScalesOf<S> (&scales)[SCALES], int rows, int my_rows,
                                                 int first, int last, const Row& w_row,
                                                 float (&parts)[S::kHalves > 1 ? 1 : 2][S::kSums],
                                                 Factors<S> (&all_factors)[S::kHalves > 1 ? 1 : 2],
@@ -232,6 +290,7 @@ __device__ __forceinline__ void multiply_blocks(const Params& p,
     const auto issue = [&](int set) {
       mbar_wait(ring.full, ring.parity);
       multiply(part[set], ring, 0, 0);
+      if constexpr (S::kStraddles) factors[set].other_w = scales[0].other.at(p, issued, first);
       if constexpr (S::kBlocks)
         factors[set].load(scales[0].at(p, issued++, first), rows + my_rows + (lane >> 2), ring.scales);
       ring.next();

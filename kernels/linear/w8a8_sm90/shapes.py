@@ -22,6 +22,9 @@ STAGGERED = 3
 WHOLE = 4
 """`Shape.plain` from here on: a tile of y is staged whole."""
 
+LAGS = (6, 9)
+"""`Shape.plain` of tiles that differ from others only in when the second warpgroup may begin a slot."""
+
 
 class Operands(NamedTuple):
     """What is multiplied.
@@ -69,7 +72,9 @@ def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0, given: b
 
 class Shape(NamedTuple):
     """A CTA: rows of operand A and of B, whether A is x and not W (2: and the warpgroups multiply in turns; 3: half a slot apart; 4: and
-    tiles of y are staged whole; 5: and CTAs come in pairs, of neighbouring columns), warpgroups, CTAs of a multiprocessor at most."""
+    tiles of y are staged whole; 5: and CTAs come in pairs, of neighbouring columns; 6: as 4, the second warpgroup begins early; 7: as 6,
+    and W of the next tile is fetched into L2; 8: as 5, and it is fetched; 9: as 7, and it waits once a tile), warpgroups, CTAs of a
+    multiprocessor at most."""
 
     rows: int
     columns: int
@@ -117,11 +122,16 @@ SHAPES = (
     Shape(64, 32, 2, 1, 3),
     Shape(64, 64, 2, 1, 2),
     Shape(128, 64, 2, 2, 1),
+    Shape(128, 96, 2, 2, 1),
     Shape(128, 128, 2, 2, 1),
     Shape(256, 128, 2, 2, 1),
     Shape(256, 128, 3, 2, 1),
     Shape(256, 128, 4, 2, 1),
     Shape(128, 128, 5, 2, 1),
+    Shape(256, 128, 6, 2, 1),
+    Shape(256, 128, 7, 2, 1),
+    Shape(128, 128, 8, 2, 1),
+    Shape(256, 128, 9, 2, 1),
 )
 """The instances: GM_SHAPES, GM_TURNS and GM_STAGGERED of entry.h."""
 
@@ -173,6 +183,8 @@ def candidates(operands: Operands, m: int, n: int, k: int, processors: int) -> I
             continue  # half the rows suffice
         if shape.tile_m < 128 and shape.tile_m * 4 < m:
             continue  # weights would be read too often
+        if shape.plain in LAGS and operands.sums:
+            continue  # the same as others, since such sums are not added
         tiles = cdiv(n, shape.tile_n) * cdiv(m, shape.tile_m)
         for split in (1,) if shape.plain else (1, 2, 4, 8):
             if split > 1 and (split > blocks or tiles * split > 2 * shape.ctas * processors):
@@ -193,11 +205,12 @@ _COSTS = {
     (128, 16): (0.13, 1.9),
     (128, 32): (0.157, 2.0),
     (128, 64): (0.23, 2.0),
+    (128, 96): (0.27, 2.0),
     (128, 128): (0.31, 2.0),
     (256, 128): (0.69, 2.2),
 }
 """Microseconds of 128 columns of a tile, and of its end, by rows of A and B: fitted to products of 7168 x 2048, 4096 x 7168 and
-24576 x 1536 at M = 1 to 4096, before there were turns."""
+24576 x 1536 at M = 1 to 4096, before there were turns; 128 x 96 lies between its neighbours."""
 START, CLUSTER, DOUBLING, SCALING = 1.5, 1.3, 0.1, 1.25
 """Microseconds of a launch, of sums over a cluster, and more for each doubling of it; the factor of block scales."""
 COPIED, FEWER_SLOTS, BESIDE = 0.12e6, 0.15, 0.45
@@ -243,7 +256,12 @@ def _beside(operands: Operands, choice: Choice, m: int) -> float | None:
     shape = choice.shape
     if shape.plain < 2:
         return 1.0
-    if operands.sums or (shape.plain == 5 and operands.blocks) or (shape.rows == 256 and not operands.blocks):
+    if (
+        shape[:3] not in _BESIDE
+        or operands.sums
+        or (shape.plain == 5 and operands.blocks)
+        or (shape.rows == 256 and not operands.blocks)
+    ):
         return None
     if shape.plain == 5 and m < 1024:
         return None

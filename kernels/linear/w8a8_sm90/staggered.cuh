@@ -12,6 +12,13 @@
 //
 // WHOLE: a tile of y is staged whole, and stored by TMA while the next one is multiplied. All CTAs end their tiles at
 // about the same time, and memory takes longer for what they store than the warps could wait with few products to a tile.
+//
+// LAG: when the second warpgroup may begin a slot. kAfterProducts: when the first one's first products of it have run;
+// tensor cores then wait for a barrier in every slot. kAfterHalf: when half of them have, so that its own are queued by
+// the time that the others end. kOnceATile: as kAfterHalf, but in the first slot of a tile only.
+//
+// AHEAD: W of a CTA's next tile is fetched into L2 while it multiplies this one. Rings of three slots of 48 KB bridge the
+// latency of L2, but not that of memory behind what all CTAs store at the end of a tile. A large y does not stay in L2.
 #pragma once
 #include "turns.cuh"
 
@@ -19,9 +26,14 @@
 
 namespace gm::w8a8 {
 
-template <class S, bool PAIRS, bool WHOLE>
+constexpr int64_t kPassing = 16 << 20;  // elements of a y that L2 should not keep: 32 MB of 50
+
+enum Lag : int { kAfterProducts, kAfterHalf, kOnceATile };
+
+template <class S, bool PAIRS, bool WHOLE, Lag LAG, bool AHEAD>
 struct Staggered : S {
-  static constexpr bool kWhole = WHOLE;
+  static constexpr bool kWhole = WHOLE, kAhead = AHEAD;
+  static constexpr Lag kLag = LAG;
   static constexpr int kCtas = PAIRS ? 2 : 1;
   static constexpr int kTable = WHOLE ? S::kTokens * S::kColumns * 2 : S::kTable;
   // A whole tile lies in the swizzle of TMA, a pattern of 1024 bytes.
@@ -45,11 +57,24 @@ __device__ __forceinline__ void tma_load_to_pair(uint32_t dst, const void* map, 
       : "memory");
 }
 
+// A box of a tensor into L2.
+__device__ __forceinline__ void tma_prefetch(const void* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
+               : "memory");
+}
+
 // A box of a tensor from shared memory.
 __device__ __forceinline__ void tma_store(const void* map, uint32_t src, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
                "r"(x), "r"(y), "r"(src)
                : "memory");
+}
+__device__ __forceinline__ void tma_store(const void* map, uint32_t src, int x, int y, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], "
+      "%4;" ::"l"(map),
+      "r"(x), "r"(y), "r"(src), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -121,11 +146,20 @@ __device__ __forceinline__ void produce_shares(const Params& p, const void* w_ma
 #pragma unroll 1
   for (int index = first_tile; index < all; index += step, k = 0) {
     const Tile tile = tile_of_rank<S>(p, index, rank);
+    // One of the CTAs whose next tiles have the same rows of W fetches them.
+    [[maybe_unused]] int next_n = 0;
+    [[maybe_unused]] bool fetches = false;
+    if constexpr (S::kAhead) {
+      const Tile next = tile_of_rank<S>(p, min(index + step, all - 1), rank);
+      next_n = next.n, fetches = index + step < all && next.m / S::kTileM % p.band == 0;
+    }
 #pragma unroll 1
     for (; k < p.k_blocks; ++k) {
       mbar_wait(ring.empty(), ring.parity ^ 1);
       load_w(ring, tile, k);
       load_x(ring, tile, k);
+      if constexpr (S::kAhead)
+        if (fetches) tma_prefetch(w_map, k * kBlockK, next_n);
       ring.next();
     }
   }
@@ -154,15 +188,25 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = ld_shared<float>(from + i / 2 * 256 + i % 2 * 32);
     }
-    if (warpgroup == 1) mbar_wait(middle, parity);
+    if (warpgroup == 1 && (S::kLag != kOnceATile || k == 0)) mbar_wait(middle, parity);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      multiply_described<T, S>(part, a + h * (64 * kBlockK / 16), b, 0);
+      const auto let_begin = [&] {
+        if (warpgroup == 0 && (threadIdx.x & 31) == 0) mbar_arrive(middle);
+      };
+      if (S::kLag != kAfterProducts && h == 0) {
+        multiply_described<T, S, 0, 2>(part, a, b, 0);
+        multiply_described<T, S, 2, 4>(part, a, b, 1);
+        wgmma_wait<1>();
+        let_begin();
+      } else {
+        multiply_described<T, S>(part, a + h * (64 * kBlockK / 16), b, 0);
+      }
       wgmma_wait<0>();
       if (h == 1)
         release(empty);
-      else if (warpgroup == 0 && (threadIdx.x & 31) == 0)
-        mbar_arrive(middle);
+      else if (S::kLag == kAfterProducts)
+        let_begin();
       wgmma_fence_operand(part);
       if constexpr (!S::kBlocks) {
 #pragma unroll
@@ -243,6 +287,8 @@ __device__ __forceinline__ void product_staggered(const Params& p, const CUtenso
     const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
       multiply_slot<T, S>(d, r, rows + h * 64, add);
     };
+    [[maybe_unused]] const uint64_t y_policy =
+        static_cast<int64_t>(p.m) * p.n < kPassing ? l2_evict_normal() : l2_evict_first();
 #pragma unroll 1
     for (int index = first; index < all; index += step) {
       const Tile tile = tile_of_rank<S>(p, index, rank);
@@ -284,7 +330,12 @@ __device__ __forceinline__ void product_staggered(const Params& p, const CUtenso
           stage_rows<S>(p, sums[h], smem + epilogue_at, tile.n, m0, h, part, [&](int column) {
             fence_proxy_async();
             __syncwarp();
-            if (lane == 0) tma_store(&y_map, part(column), tile.n + column, m0 + h * 64 + my_rows);
+            if (lane == 0) {
+              if constexpr (S::kAhead)
+                tma_store(&y_map, part(column), tile.n + column, m0 + h * 64 + my_rows, y_policy);
+              else
+                tma_store(&y_map, part(column), tile.n + column, m0 + h * 64 + my_rows);
+            }
           });
         } else {
           store_rows<S>(p, sums[h], table, smem + epilogue_at, tile.n, m0, h);

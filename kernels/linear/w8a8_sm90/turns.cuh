@@ -30,9 +30,9 @@ __device__ __forceinline__ void stage_rows(const Params& p, const Sum (&sums)[S:
   const float4* features = reinterpret_cast<const float4*>(shared + S::kTable + S::kTokenScales);
   const int2 of_x[2] = {tokens[low], tokens[low + 8]};
 #pragma unroll
-  for (int column = 0; column < S::kColumns; column += 64) {
-    constexpr int kFragments = S::kColumns < 64 ? S::kColumns / 8 : 8;
-    static_assert(S::kColumns % (kFragments * 8) == 0 && kFragments % 2 == 0);
+  for (int column = 0; column < S::kColumns; column += S::kStaged) {
+    constexpr int kFragments = S::kStaged / 8;
+    static_assert(S::kColumns % S::kStaged == 0 && kFragments % 2 == 0);
     float v[kFragments][4];
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void stage_rows(const Params& p, const Sum (&sums)[S:
 template <class S, typename Sum>
 __device__ __forceinline__ void store_rows(const Params& p, const Sum (&sums)[S::kSums], uint32_t table,
                                            const uint8_t* shared, int n0, int m0, int half) {
-  constexpr int kFragments = S::kColumns < 64 ? S::kColumns / 8 : 8;
+  constexpr int kFragments = S::kStaged / 8;
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = half * 64 + warp * 16;
   const uint32_t part = table + warp * kPart;
   const uint8_t* const stored = shared + warp * kPart;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void product_in_turns(const Params& p, const CUtensor
   const int my_turn = kFirstTurn + warpgroup, other_turn = kFirstTurn + 1 - warpgroup;
   const uint32_t epilogue_at = S::rings(p.slots) + warpgroup * S::kEpilogue, table = base + epilogue_at;
   Ring<S> ring(base, p.slots);
-  BlockScales<S> scales[1];
+  ScalesOf<S> scales[1];
   if constexpr (S::kBlocks) scales[0].load(p, tile_at<S>(p, blockIdx.x).n, 0);
   if (kTurns && warpgroup == 1) bar_arrive(kFirstTurn, kBoth);
   griddepcontrol_wait();
