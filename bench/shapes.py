@@ -296,7 +296,7 @@ class _Shape:
             if self.config.get("moe_intermediate_size")
             else self._int("intermediate_size")
         )
-        yield "linear", f"m={m},n={e},k={self.h},x=fp32,w=bf16", layers, "router"
+        yield "linear_fp32", f"m={m},n={e},k={self.h}", layers, "router"
         groups = ""
         if self.kind == "deepseek_v3":
             groups = f",n_group={self._int('n_group')},topk_group={self._int('topk_group')},scoring=sigmoid,bias=true"

@@ -107,6 +107,13 @@ class LinearCall(Call):
     scales: Tensor | None
     out: Tensor
 
+class LinearFp32Call(Call):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    workspace: Tensor | None
+    out: Tensor
+
 class LogprobsCall(Call):
     logits: Tensor
     places: Tensor

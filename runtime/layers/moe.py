@@ -13,12 +13,13 @@ from torch import Tensor
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
 from gristmill.kernels.common import ITEM_BYTES
-from gristmill.quant import QuantTensor, pack
+from gristmill.quant import pack
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.codes import Codes
-from gristmill.runtime.layers.linear import AllReduce, Linear, PartialSum
+from gristmill.runtime.layers.linear import AllReduce, PartialSum
+from gristmill.runtime.layers.linear_fp32 import LinearFp32
 from gristmill.runtime.layers.loaded_schemes import in_scheme
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
@@ -53,11 +54,11 @@ class MixtureOfExperts:
         self.moe = moe
         self.plans = plans
         self.target = f"{name}.experts"
-        router = QuantTensor.from_dense(weights.tensor(f"{name}.router"))
+        router = weights.tensor(f"{name}.router")
         bias = weights.optional(f"{name}.router.bias")
         # It is added to the scores, for the choice alone, or to the logits.
         self.bias = bias if moe.choice_bias else None
-        self.router = Linear(plans, router, None if moe.choice_bias else bias, dtype=torch.float32)
+        self.router = LinearFp32(plans, router, None if moe.choice_bias else bias)
         self.expert_scale = weights.optional(f"{name}.experts.scale")
         plans.own(self.bias, self.expert_scale)
         self.topk = plans.bind(
@@ -124,10 +125,9 @@ class MixtureOfExperts:
         self.shared = None
         if moe.num_shared:
             self.shared = MLP(plans, weights, f"{name}.shared", reduce=self.all_reduce is None)
-        self.shared_gate: Linear | None = None
+        self.shared_gate: LinearFp32 | None = None
         if moe.shared_gate:
-            gate = QuantTensor.from_dense(weights.tensor(f"{name}.shared_gate"))
-            self.shared_gate = Linear(plans, gate, dtype=torch.float32)
+            self.shared_gate = LinearFp32(plans, weights.tensor(f"{name}.shared_gate"))
 
     def __call__(self, x: Tensor | Codes, routed_by: Tensor | None = None) -> Tensor | PartialSum:
         """x [tokens, hidden] -> [tokens, hidden]. The x of codes has the values, which the router reads, unless it reads `routed_by`."""
@@ -169,7 +169,7 @@ class MixtureOfExperts:
             shared = self.shared(whole if self.shared.takes == self.takes else x)
             if self.shared_gate is not None:
                 value = shared.x if isinstance(shared, PartialSum) else shared
-                value.mul_(self.shared_gate(x.float()).sigmoid_())
+                value.mul_(self.shared_gate(x).sigmoid_())
         if isinstance(shared, PartialSum):
             out, shared = out + shared.x, None
         if self.all_reduce is not None:
@@ -190,7 +190,7 @@ class MixtureOfExperts:
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
         self.topk(
-            self.router(x.float()),
+            self.router(x),
             moe.top_k,
             self.bias,
             moe.num_groups,

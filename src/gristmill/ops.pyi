@@ -604,6 +604,42 @@ def linear(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def linear_fp32(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T in float32, of x and W in 16 bits: logits of a router.
+
+    x [..., K], W [N, K] in x's dtype or float32, bias float32 [N] -> float32 [..., N].
+
+    Products of 16-bit numbers are exact in float32, and sums are as good as sums in float32: nothing is rounded to 16 bits.
+
+    Axes of its problems:
+        m: rows of x (tokens); an integer of at least 0
+        n: rows of W (experts); an integer of at least 1
+        k: columns of W (input features); an integer of at least 1
+        x: dtype of x; a dtype, one of fp32, fp16, bf16
+        w: dtype of W; x: that of x; a dtype, one of x, fp32
+        bias: whether there is a bias; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def logprobs(
     logits: Tensor,
     places: Tensor,

@@ -63,6 +63,10 @@ SCHEMAS = {
         "int n=0, Tensor(w!)? workspace=None, Tensor? codes=None, Tensor? scales=None",
         ("out",),
     ),
+    "linear_fp32": (
+        "Tensor x, Tensor weight, Tensor? bias=None, Tensor(w!)? workspace=None",
+        ("out",),
+    ),
     "merge_attention_states": ("Tensor a, Tensor a_lse, Tensor b, Tensor b_lse", ("out", "lse")),
     "mla_attention": (
         "Tensor q, Tensor cache, Tensor block_table, Tensor query_start, Tensor seq_lens, "
@@ -141,6 +145,7 @@ MORE = {
     "mla_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=140,total_ctx=60,heads=4,lse=true",
     "varlen_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,lse=true,window_left=5,window_right=3",
     "linear": "m=5,n=32,k=64,epilogue=bias+residual+silu_mul",
+    "linear_fp32": "m=7,n=33,k=129,bias=true",
     "grouped_linear": "m=12,e=5,n=34,k=67,gather=2,epilogue=bias+silu_mul+clamp",
     "moe": "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp",
     "grouped_topk": "m=5,e=16,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",

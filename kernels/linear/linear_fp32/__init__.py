@@ -1,0 +1,1 @@
+"""linear_fp32: its definition and kernels."""
