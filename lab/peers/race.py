@@ -157,9 +157,10 @@ class Race:
                 del found.samples[name]
 
     def _time(self, runs: Mapping[str, list[Run]], calls: int, found: _Found) -> None:
-        graphs = Graphs(self.settings.device)
-        gc.collect()
-        gc.freeze()  # a capture collects garbage
+        graphs, captured = Graphs(self.settings.device), self.settings.device != "cpu"
+        if captured:
+            gc.collect()
+            gc.freeze()  # a capture collects garbage
         for name, bound in runs.items():
             try:
                 graphs.add(name, [bound[index % len(bound)] for index in range(calls)])
@@ -169,9 +170,10 @@ class Race:
         if graphs.timed:
             graphs.settle(self.settings.settle)
             found.samples |= graphs.samples(self.settings.rounds)
-        gc.unfreeze()
+        if captured:
+            gc.unfreeze()
         del graphs
-        if self.settings.device != "cpu":
+        if captured:
             torch.cuda.empty_cache()  # memory of graphs serves no others
 
     def _with_packed(
