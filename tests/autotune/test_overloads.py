@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch._library._out_variant import to_out_variant
 
 from gristmill import LinearWeight, ops, quantize
@@ -92,6 +91,9 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 def test_every_operation_compiles_with_inductor() -> None:
+    # Here, since it takes seconds, which other processes of a run spare.
+    from torch._inductor.utils import run_and_get_code
+
     expected = everything(clones_of(CALLS))
     actual, code = run_and_get_code(torch.compile(everything, fullgraph=True), clones_of(CALLS))
     assert_equal(actual, expected)

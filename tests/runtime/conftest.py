@@ -15,6 +15,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel import child_process
 from tests.forked import forked_children
+from tests.heap_is_frozen import heap_is_frozen  # noqa: F401
 from tests.runtime import kernel_sets
 from tests.runtime.engines import maker, run_policy
 

@@ -10,6 +10,7 @@ import pytest
 import torch._dynamo  # noqa: F401  # torch imports it in the first call of an operator, whose frames it keeps until a collection
 
 from gristmill import LLM, SamplingParams
+from gristmill.runtime import engine
 from gristmill.runtime.engine_memory import freeze_heap
 from tests.runtime.oracle import LLAMA, MODELS
 
@@ -19,8 +20,9 @@ class Owner:
 
 
 @pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """And none here: each would take seconds, over all that the tests of this process have made."""
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And none here: each would take seconds, over all that the tests of this process have made. A warm-up freezes the heap here alone."""
+    monkeypatch.setattr(engine, "freeze_heap", freeze_heap)
     gc.unfreeze()
     gc.disable()
     yield
