@@ -53,7 +53,10 @@ def faults(timing: Timing) -> list[str]:
     kernel = registry.kernel(timing.op, timing.kernel)
     if kernel.accepts(problem) is not None:
         errors.append(f"{timing.kernel} does not take {problem}")
-    if set(timing.config) != set(kernel.config(problem, Target.parse("h200"))):
+    target = Target.parse("h200")
+    tried = () if kernel.space is None else kernel.space(problem, target)
+    space = (kernel.config(problem, target), *tried)
+    if set(timing.config) not in [set(config) for config in space]:
         errors.append(f"{timing.kernel} has no configuration such as {dict(timing.config)}")
     if timing.kernel in SCHEDULES:
         schedules = schedule(SCHEDULES[timing.kernel])

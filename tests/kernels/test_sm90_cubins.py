@@ -322,7 +322,7 @@ def test_decode_attention(step: int) -> None:
         twice = "rows16" in name or (codes and head_dim <= 128)
         products = (4 if twice else 2) * (head_dim // 16)
         assert len(re.findall("HMMA.16816", text)) == products, name
-        assert len(re.findall("LDGSTS", text)) > 4 * (head_dim // 16), f"{name}: copies ahead"
+        assert len(re.findall("LDGSTS", text)) > 3 * (head_dim // 16), f"{name}: copies ahead"
         assert ("F2FP.F16.E4M3" in text) == codes, f"{name}: codes become fp16"
         loop = text[text.index("HMMA.16816") : text.rindex("HMMA.16816")]
         assert not re.search("LDL|STL", loop), name
