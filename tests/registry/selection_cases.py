@@ -399,6 +399,11 @@ gelu_and_mul | m=16,n=4096 | sm_80 | cuda | - | gelu_and_mul_triton
 activation | m=16,n=3072 | sm_90 | cuda | - | activation_triton
 activation | m=16,n=3072,function=relu2 | cpu:avx512 | x86 | - | activation_cpu@avx512
 activation | m=16,n=3072,function=silu | cpu:avx2 | cuda | - | activation_torch
+linear_fp32 | m=16,n=256,k=7168 | h200 | cuda | - | linear_fp32_triton
+linear_fp32 | m=4096,n=128,k=2048,w=fp32 | gfx942 | hip | - | linear_fp32_triton
+linear_fp32 | m=16,n=256,k=7168 | sm_90 | torch | - | linear_fp32_torch
+linear_fp32 | m=16,n=256,k=7168 | sm_90 | cuda | invariant | linear_fp32_invariant_triton
+linear_fp32 | m=16,n=256,k=7168 | cpu:avx2 | x86 | - | linear_fp32_torch
 layer_norm | m=16,n=4096 | sm_90 | cuda | - | layer_norm_triton
 layer_norm | m=16,n=4096 | cpu:avx2 | x86 | - | layer_norm_cpu@avx2
 layer_norm | m=16,n=768,bias=true,residual=true | sm_86 | cuda | - | layer_norm_triton
