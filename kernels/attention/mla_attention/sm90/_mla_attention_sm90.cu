@@ -96,8 +96,11 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
     const cuuint64_t sizes[] = {64, 8, 9, cuuint64_t(page) / 8, cuuint64_t(blocks > 0 ? blocks : 1)};
     const cuuint64_t bytes[] = {slot, 128, 8 * slot, block > 0 ? block : 16};
     const cuuint32_t half[] = {64, 8, 4, cuuint32_t(p.box) / 8, 1}, rotated[] = {64, 8, 1, half[3], 1};
-    if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, call.cache, sizes, bytes, half);
-    if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, call.cache, sizes, bytes, rotated);
+    // From some 600 MB on the speed of the memory counts: 2 to 3 % on an H200. With less, 256 bytes are 1 to 3 % faster.
+    const auto fetch = call.seqs * call.max_ctx > 1 << 18 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                          : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, call.cache, sizes, bytes, half, fetch);
+    if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, call.cache, sizes, bytes, rotated, fetch);
   }
   if (status != GM_OK) return status;
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
