@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe.moe import chain
 from gristmill.kernels.moe.moe import op as moe
+from gristmill.kernels.random_inputs import Draw
 from tests.conftest import HAS_GPU
 
 OP = default_registry().op("moe")
@@ -81,20 +83,21 @@ def test_what_is_verified_on_fewer_experts_is_the_program_that_runs() -> None:
 @pytest.mark.parametrize(
     ("problem", "source"),
     [
-        ("m=16,top_k=2,e=8,h=4096,i=7168", "cuda:0"),
+        ("m=1,top_k=2,e=8,h=4096,i=7168", "cpu:0"),
         ("m=65,top_k=8,e=16,h=512,i=256", "cpu"),
         ("m=16,top_k=2,e=8,h=4096,i=7168,w=int4_g128,act_order=true", "cpu"),
     ],
 )
-def test_a_device_draws_experts_that_a_cpu_takes_seconds_for(
+def test_a_device_draws_large_experts_and_no_routing(
     problem: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Drawn(Exception):
-        pass
-
-    def draw(*_: object, source: str) -> None:
-        raise Drawn(source)
-
-    monkeypatch.setattr(moe, "Draw", draw)
-    with pytest.raises(Drawn, match=source):
-        OP.inputs(OP.problem(problem), 0, "cuda:0")
+    """cpu:0 stands for a device: the CPU is called cpu. One token of eight experts has two of them, whatever draws the weights."""
+    sources: list[str] = []
+    monkeypatch.setattr(moe, "random_weight", lambda draw, *shape: sources.append(draw.source))
+    parsed = OP.problem(problem)
+    x, weights, ids, *_ = OP.inputs(parsed, 0, "cpu:0")
+    assert sources == [source, source]
+    drawn = Draw(parsed, 0, "cpu")
+    m, top_k = parsed.integers("m", "top_k")
+    assert torch.equal(ids, drawn.experts(m, top_k, power=1.5, foreign=0.03))
+    assert len(ids[0].unique()) == 2 or m > 1

@@ -107,16 +107,17 @@ def codes_fit(
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Skewed experts, one with nothing, ids repeated within a token, ids of other ranks.
 
-    More than `LARGE` weights are drawn by the device, whose values they depend on: on a CPU they take seconds.
+    More than `LARGE` weights are drawn by the device, whose values they depend on: on a CPU they take seconds. Routing and tokens are the same on
+    every device: how many experts are read decides how long a call takes.
     """
-    m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
-    is_large = e * h * i > LARGE and not problem["act_order"]
-    draw = Draw(problem, seed, device, source=device if is_large else "cpu")
+    draw, (m, k, e, h, i) = Draw(problem, seed, device), problem.integers("m", "top_k", "e", "h", "i")
     ids, weights = draw.experts(m, k, power=1.5, foreign=0.03), draw.uniform(m, k) + 0.1
     weights /= weights.sum(-1, keepdim=True)
     (x,) = draw.stored(draw.rows(m, h, spread=0.5))
     rows = _rows_of_w13(problem)
-    w13, w2 = random_weight(draw, e, rows, h), random_weight(draw, e, h, i)
+    is_large = e * h * i > LARGE and not problem["act_order"]
+    of_weights = Draw(problem, seed, device, source=device) if is_large else draw
+    w13, w2 = random_weight(of_weights, e, rows, h), random_weight(of_weights, e, h, i)
     flags = problem.flags("epilogue")
     w13_bias = draw.stored(draw.normal(e, rows))[0] if "w13_bias" in flags else None
     w2_bias = draw.stored(draw.normal(e, h))[0] if "w2_bias" in flags else None
