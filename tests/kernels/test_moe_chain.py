@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe.moe import chain
@@ -91,8 +92,15 @@ def test_what_is_verified_on_fewer_experts_is_the_program_that_runs() -> None:
 def test_a_device_draws_large_experts_and_no_routing(
     problem: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cpu:0 stands for a device: the CPU is called cpu. One token of eight experts has two of them, whatever draws the weights."""
+    """cpu:0 stands for a device, whose generator draws other numbers. One token of eight experts has two of them, whatever draws the weights."""
+
+    class OnDevice(Draw):
+        def __init__(self, problem: Problem, seed: int, device: str, source: str = "cpu") -> None:
+            super().__init__(problem, seed + (source != "cpu"), device)
+            self.source = source
+
     sources: list[str] = []
+    monkeypatch.setattr(moe, "Draw", OnDevice)
     monkeypatch.setattr(moe, "random_weight", lambda draw, *shape: sources.append(draw.source))
     parsed = OP.problem(problem)
     x, weights, ids, *_ = OP.inputs(parsed, 0, "cpu:0")
