@@ -90,29 +90,27 @@ def test_the_default_is_the_first_to_try(scheme: str, m: int, n: int, k: int) ->
     assert estimate is not None and 0 < estimate < 1e6
 
 
-def _tried(problem: str) -> set[tuple[int, int, int]]:
-    """Rows, columns and kinds of the CTAs that are tried."""
-    configs = KERNEL.space(OP.problem(problem), TARGET)
-    return {(int(c["rows"]), int(c["columns"]), int(c["plain"])) for c in configs}
+def _tiles(m: int, n: int, k: int, scheme: str) -> list[tuple[int, int, int]]:
+    """Rows, columns and kinds of the CTAs that are tried, the default first."""
+    configs = KERNEL.space(OP.problem(f"m={m},n={n},k={k},w={scheme}"), TARGET)
+    return [(int(c["rows"]), int(c["columns"]), int(c["plain"])) for c in configs]
 
 
 @pytest.mark.parametrize("scheme", shapes.SCHEMES)
-def test_tiles_that_fill_the_multiprocessors_are_tried(scheme: str) -> None:
+def test_tiles_that_fill_the_multiprocessors_are_the_default(scheme: str) -> None:
     """Two rows of tiles: 64 columns of 96 for 132 multiprocessors, where there are 48 of 128."""
-    tried = _tried(f"m=256,n=6144,k=4096,w={scheme}")
-    assert {(128, 96, 2), (128, 128, 2)} <= tried
+    tiles = _tiles(256, 6144, 4096, scheme)
+    assert {(128, 96, 2), (128, 128, 2)} <= set(tiles)
+    assert (tiles[0] == (128, 96, 2)) == ("int8" not in scheme)  # of int8 no times are known
+    assert (128, 96) not in [_tiles(m, 6144, 4096, scheme)[0][:2] for m in (1, 64, 1024, 4096)]
 
 
 @pytest.mark.parametrize("scheme", shapes.SCHEMES)
-def test_kinds_without_times_are_tried_and_not_chosen(scheme: str) -> None:
-    problem = f"m=4096,n=24576,k=1536,w={scheme}"
-    tried = _tried(problem)
-    assert {(256, 128, 4), (256, 128, 7), (128, 128, 8)} <= tried
-    for kind in (6, 9):  # of when sums may be added, which int8 sums are not
-        assert ((256, 128, kind) in tried) == ("int8" not in scheme)
-    for m in (1, 64, 256, 1024, 4096):
-        config = KERNEL.config(OP.problem(f"m={m},n=24576,k=1536,w={scheme}"), TARGET)
-        assert config["plain"] < 6 and config["columns"] != 96, config
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (24576, 1536), (4096, 7168)])
+def test_many_rows_with_blocks_have_one_wait_a_tile(scheme: str, n: int, k: int) -> None:
+    tiles = _tiles(4096, n, k, scheme)
+    assert {(256, 128, 4), (256, 128, 6)} <= set(tiles)
+    assert (tiles[0] == (256, 128, 6)) == ("block" in scheme)
 
 
 def test_workspaces_hold_codes_scales_and_sums() -> None:

@@ -4,9 +4,8 @@
 #include "staggered.cuh"
 
 // Rows of operand A and of B, whether A is x (2: and the warpgroups multiply in turns; 3: half a slot apart; 4: and tiles of
-// y are staged whole; 5: and CTAs come in pairs; 6: as 4, the second warpgroup begins early; 7: and W of the next tile is
-// fetched; 8: as 5, and it is fetched; 9: as 7, the second warpgroup waits once a tile), warpgroups, blocks of 64 rows for
-// each, CTAs of a multiprocessor.
+// y are staged whole; 5: and CTAs come in pairs; 6: as 4, and the second warpgroup waits once a tile, and W of the next
+// tile is fetched), warpgroups, blocks of 64 rows for each, CTAs of a multiprocessor.
 #define GM_SHAPES(K)      \
   K(64, 8, 0, 1, 1, 4)    \
   K(64, 16, 0, 1, 1, 4)   \
@@ -28,12 +27,7 @@
   K(256, 128, 3, 2, 2, 1) \
   K(256, 128, 4, 2, 2, 1) \
   K(128, 128, 5, 2, 1, 1) \
-  K(256, 128, 6, 2, 2, 1) \
-  K(256, 128, 7, 2, 2, 1) \
-  K(128, 128, 8, 2, 1, 1) \
-  K(256, 128, 9, 2, 2, 1)
-
-#define GM_IN_PAIRS(plain) ((plain) == 5 || (plain) == 8)
+  K(256, 128, 6, 2, 2, 1)
 
 #ifdef __CUDACC__
 
@@ -48,17 +42,14 @@ GM_SHAPES(GM_ONE)
     gm::w8a8::product_in_turns<gm::w8a8::GM_TYPE, Shape>(p, w, x);                        \
   }
 GM_TURNS(GM_IN_TURNS)
-#define GM_ONE_STAGGERED(rows, columns, plain, warpgroups, halves, ctas)                                \
-  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)                   \
-      GM_NAMED(GM_NAME, rows, columns, plain)(                                                          \
-          const __grid_constant__ gm::w8a8::Params p, const __grid_constant__ CUtensorMap w,            \
-          const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap y) {               \
-    using Shape = gm::w8a8::Shape<warpgroups, halves, columns, true, GM_BLOCKS>;                        \
-    constexpr auto kLag = (plain) == 9                   ? gm::w8a8::kOnceATile                         \
-                          : (plain) == 6 || (plain) == 7 ? gm::w8a8::kAfterHalf                         \
-                                                         : gm::w8a8::kAfterProducts;                    \
-    using Staggered = gm::w8a8::Staggered<Shape, GM_IN_PAIRS(plain), (plain) >= 4, kLag, (plain) >= 7>; \
-    gm::w8a8::product_staggered<gm::w8a8::GM_TYPE, Staggered>(p, w, x, y);                              \
+#define GM_ONE_STAGGERED(rows, columns, plain, warpgroups, halves, ctas)                     \
+  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)        \
+      GM_NAMED(GM_NAME, rows, columns, plain)(                                               \
+          const __grid_constant__ gm::w8a8::Params p, const __grid_constant__ CUtensorMap w, \
+          const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap y) {    \
+    using Shape = gm::w8a8::Shape<warpgroups, halves, columns, true, GM_BLOCKS>;             \
+    using Staggered = gm::w8a8::Staggered<Shape, (plain) == 5, (plain) >= 4, (plain) == 6>;  \
+    gm::w8a8::product_staggered<gm::w8a8::GM_TYPE, Staggered>(p, w, x, y);                   \
   }
 GM_STAGGERED(GM_ONE_STAGGERED)
 
@@ -76,7 +67,7 @@ Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE) GM_TURNS(GM_W8A8_INSTANCE)
 
 // Staggered instances have a third barrier for each slot; those in pairs are launched as clusters of two.
 bool is_staggered(const Instance& one) { return one.plain >= 3; }
-int ctas_of_pair(const Instance& one) { return GM_IN_PAIRS(one.plain) ? 2 : 1; }
+int ctas_of_pair(const Instance& one) { return one.plain == 5 ? 2 : 1; }
 // Shared memory of a slot, and of the end of a tile: 64 rows of y are staged for each warpgroup, or all.
 int slot_bytes(const Instance& one) { return one.slot_bytes + (is_staggered(one) ? 8 : 0); }
 int end_bytes(const Instance& one) {

@@ -13,12 +13,10 @@
 // WHOLE: a tile of y is staged whole, and stored by TMA while the next one is multiplied. All CTAs end their tiles at
 // about the same time, and memory takes longer for what they store than the warps could wait with few products to a tile.
 //
-// LAG: when the second warpgroup may begin a slot. kAfterProducts: when the first one's first products of it have run;
-// tensor cores then wait for a barrier in every slot. kAfterHalf: when half of them have, so that its own are queued by
-// the time that the others end. kOnceATile: as kAfterHalf, but in the first slot of a tile only.
-//
-// AHEAD: W of a CTA's next tile is fetched into L2 while it multiplies this one. Rings of three slots of 48 KB bridge the
-// latency of L2, but not that of memory behind what all CTAs store at the end of a tile. A large y does not stay in L2.
+// AHEAD: the second warpgroup waits in the first slot of a tile only, until half of the first one's first products have
+// run: its own are queued by the time that the others end, and tensor cores do not wait for a barrier in every slot. And
+// W of a CTA's next tile is fetched into L2 while it multiplies this one. Rings of three slots of 48 KB bridge the latency
+// of L2, but not that of memory behind what all CTAs store at the end of a tile. A large y does not stay in L2.
 #pragma once
 #include "turns.cuh"
 
@@ -28,12 +26,9 @@ namespace gm::w8a8 {
 
 constexpr int64_t kPassing = 16 << 20;  // elements of a y that L2 should not keep: 32 MB of 50
 
-enum Lag : int { kAfterProducts, kAfterHalf, kOnceATile };
-
-template <class S, bool PAIRS, bool WHOLE, Lag LAG, bool AHEAD>
+template <class S, bool PAIRS, bool WHOLE, bool AHEAD>
 struct Staggered : S {
   static constexpr bool kWhole = WHOLE, kAhead = AHEAD;
-  static constexpr Lag kLag = LAG;
   static constexpr int kCtas = PAIRS ? 2 : 1;
   static constexpr int kTable = WHOLE ? S::kTokens * S::kColumns * 2 : S::kTable;
   // A whole tile lies in the swizzle of TMA, a pattern of 1024 bytes.
@@ -188,13 +183,13 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i / 2][i % 2] = ld_shared<float>(from + i / 2 * 256 + i % 2 * 32);
     }
-    if (warpgroup == 1 && (S::kLag != kOnceATile || k == 0)) mbar_wait(middle, parity);
+    if (warpgroup == 1 && (!S::kAhead || k == 0)) mbar_wait(middle, parity);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const auto let_begin = [&] {
         if (warpgroup == 0 && (threadIdx.x & 31) == 0) mbar_arrive(middle);
       };
-      if (S::kLag != kAfterProducts && h == 0) {
+      if (S::kAhead && h == 0) {
         multiply_described<T, S, 0, 2>(part, a, b, 0);
         multiply_described<T, S, 2, 4>(part, a, b, 1);
         wgmma_wait<1>();
@@ -205,7 +200,7 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
       wgmma_wait<0>();
       if (h == 1)
         release(empty);
-      else if (S::kLag == kAfterProducts)
+      else if (!S::kAhead)
         let_begin();
       wgmma_fence_operand(part);
       if constexpr (!S::kBlocks) {
