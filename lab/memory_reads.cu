@@ -143,6 +143,8 @@ struct Caches {
   uint32_t* out;
 };
 
+bool first = true;  // row of the result
+
 template <typename Launch>
 void timed(const char* by, int stages, int fetch, int pitch, Launch launch) {
   cudaEvent_t begin, end;
@@ -156,7 +158,6 @@ void timed(const char* by, int stages, int fetch, int pitch, Launch launch) {
     if (i >= 3) times.push_back(ms * 1e3f);
   }
   std::nth_element(times.begin(), times.begin() + 5, times.end());
-  static bool first = true;
   std::printf(
       "%s\n  {\"by\": \"%s\", \"stages\": %d, \"l2_fetch\": %d, \"row_pitch\": %d, \"us\": %.1f, "
       "\"tb_per_s\": %.3f}",
