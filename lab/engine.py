@@ -144,21 +144,28 @@ def random_model(name: str, folder: Path, **changes: Any) -> Path:
 
 
 def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
-    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct."""
+    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct, also where lists of the quantization name it."""
     from safetensors.torch import load_file, save_file
 
-    tensors: dict[str, Any] = {}
-    for file in folder.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            found = re.match(r"(model\.layers\.)(\d+)(\..*)", name)
-            if found is None:
-                tensors[name] = tensor
-            else:
-                for layer in range(int(found[2]), count, distinct):
-                    tensors[f"{found[1]}{layer}{found[3]}"] = tensor.clone()
+    def repeated(name: str) -> list[str]:
+        found = re.match(r"(model\.layers\.)(\d+)(\..*)", name)
+        if found is None:
+            return [name]
+        return [f"{found[1]}{layer}{found[3]}" for layer in range(int(found[2]), count, distinct)]
+
+    tensors = {
+        copy: tensor.clone()
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        for copy in repeated(name)
+    }
     out.mkdir()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    quantization = config.get("quantization_config", {})
+    for key, value in quantization.items():
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            quantization[key] = [copy for name in value for copy in repeated(name)]
     (out / "config.json").write_text(json.dumps(config))
     return out
 

@@ -98,11 +98,18 @@ def test_layers_alike_are_one_row() -> None:
 def test_layers_are_repeated(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
-    (made / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "vocab_size": 7}))
+    kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    config = {"vocab_size": 7, "quantization_config": {"quant_method": "compressed-tensors", "ignore": kept}}
+    (made / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     of_layers = {f"model.layers.{i}.mlp.weight": torch.full((2,), float(i)) for i in range(2)}
     save_file({**of_layers, "model.norm.weight": torch.ones(3)}, made / "model.safetensors")
     out = repeat_layers(made, 2, 5, tmp_path / "out")
-    assert json.loads((out / "config.json").read_text()) == {"num_hidden_layers": 5, "vocab_size": 7}
+    changed = json.loads((out / "config.json").read_text())
+    assert sorted(changed.pop("quantization_config")["ignore"]) == [
+        "lm_head",
+        *(f"model.layers.{i}.mlp.gate" for i in range(5)),
+    ]
+    assert changed == {"num_hidden_layers": 5, "vocab_size": 7}
     tensors = load_file(out / "model.safetensors")
     assert tensors.pop("model.norm.weight").tolist() == [1.0, 1.0, 1.0]
     assert {name: int(tensor[0]) for name, tensor in tensors.items()} == {
