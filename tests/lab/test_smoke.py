@@ -20,6 +20,7 @@ from lab import (
     first_token,
     gguf_model,
     gpu_graphs,
+    host_steps,
     kernel_timing,
     linear_a8,
     linear_dense,
@@ -96,6 +97,11 @@ def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_a8, "FLOOR_BYTES", 1 << 20)
 
 
+def frozen_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests.heap_is_frozen."""
+    monkeypatch.setattr(host_steps, "freeze_heap", lambda owner: None)
+
+
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 
@@ -118,7 +124,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
         '--limits {"max_seqs":2,"max_batch_tokens":16,"num_blocks":16}',
     ),
-    "host_steps": (as_it_is, f"--model {MODEL} --requests 11 --tokens 12 --rounds 1 --out OUT"),
+    "host_steps": (frozen_heap, f"--model {MODEL} --requests 11 --tokens 12 --rounds 1 --out OUT"),
     "launches": (as_it_is, f"--model {MODEL} --device cpu --tokens 3,20 --others 2 --steps 2 --out OUT"),
     "engine_turns": (
         as_it_is,

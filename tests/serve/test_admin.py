@@ -83,4 +83,4 @@ def test_actions(tmp_path: Path, policy_file) -> None:
         assert client.post("/pause", json={"more": 1}).status_code == 400
         assert client.post("/exec", json={}).status_code == 404
         assert client.post("/drain", json={"seconds": 5}).status_code == 200
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

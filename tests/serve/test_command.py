@@ -75,7 +75,7 @@ def test_a_server_answers_and_ends(tmp_path: Path, policy_file) -> None:
         assert 'vllm:request_success_total{finished_reason="length",model_name="m"} 3.0' in metrics
         assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 3.0' in metrics
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events[0] == "listening"
     assert events[-2:] == ["draining", "ended"] or events[-1] == "ended"
@@ -94,7 +94,7 @@ def test_render_only_needs_no_weights(tmp_path: Path) -> None:
         assert "Hi" in rendered.json()["prompt"]
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 501
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:

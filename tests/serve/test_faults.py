@@ -38,7 +38,7 @@ def test_an_engine_that_is_killed_is_started_again_and_given_up_when_it_keeps_dy
             os.kill(engine, signal.SIGKILL)
             rest = [line for line in lines if line]
         assert any("error" in json.loads(line[6:]) for line in rest if line.startswith("data: {"))
-        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, 10)
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503)
         assert httpx.get(f"{url}/health").status_code == 200
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "restarting"
@@ -51,7 +51,7 @@ def test_an_engine_that_is_killed_is_started_again_and_given_up_when_it_keeps_dy
         assert other != engine
 
         os.kill(other, signal.SIGKILL)
-        wait_for(lambda: "replica_given_up" in log.read_text(), 20)
+        wait_for(lambda: "replica_given_up" in log.read_text())
         for path in ("health", "ready"):
             answer = httpx.get(f"{url}/{path}")
             assert answer.status_code == 503
@@ -61,6 +61,6 @@ def test_an_engine_that_is_killed_is_started_again_and_given_up_when_it_keeps_dy
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_failed"
         assert children(process.pid) == []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events.index("replica_died") < events.index("replica_restarted") < events.index("replica_given_up")

@@ -85,7 +85,7 @@ def test_a_socket_that_is_closed_by_half(llm: LLM, stream: bool) -> None:
             client.sendall(head + body)
             wait_for(lambda: engine.active == 1)
             client.shutdown(socket.SHUT_WR)
-            wait_for(lambda: engine.active == 0, 3.0)
+            wait_for(lambda: engine.active == 0)
         assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
 
 
@@ -105,13 +105,11 @@ def test_two_sigterms(tmp_path: Path, policy_file) -> None:
                         process.send_signal(signal.SIGTERM)
                     if parts == 40:
                         assert process.poll() is None
-                        begin = time.monotonic()
                         process.send_signal(signal.SIGTERM)
             except httpx.TransportError:
                 pass  # the connection was closed in the middle
-        assert parts >= 40
-        assert process.wait(20) == 0
-        assert time.monotonic() - begin < 15
+        assert 40 <= parts < 3900  # it was cut
+        assert process.wait(60) == 0
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -81,7 +81,7 @@ def test_a_client_that_leaves(proxied: tuple[str, ScriptedEngine]) -> None:
         "POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 1000, "stream": True}
     ) as answer:
         next(answer.iter_lines())
-    wait_for(lambda: engine.left == 1, 3.0)
+    wait_for(lambda: engine.left == 1)
 
 
 def test_the_page(proxied: tuple[str, ScriptedEngine]) -> None:

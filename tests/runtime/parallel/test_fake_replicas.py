@@ -144,7 +144,7 @@ def test_streams_end_when_the_engine_is_killed(make: Make, monkeypatch: pytest.M
         assert set(await asyncio.gather(*map(rest, streams))) == {
             "replica 0 died (SIGKILL) with its requests"
         }
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15  # no time-out of 20 s was waited for
         while not front._loads():
             await asyncio.sleep(0.01)
         [done] = await front.generate([1007, 1008], SamplingParams(max_tokens=4))
