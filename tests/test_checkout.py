@@ -25,6 +25,12 @@ class Redirecting:
 sys.meta_path.insert(0, Redirecting)
 """
 """What an editable installation of another checkout adds to every interpreter of an environment: a finder before those of sys.path."""
+NOT_EDITABLE = """
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+"""
+"""Takes the finder away that this environment has where this checkout is installed in it."""
 
 
 @pytest.fixture
@@ -58,12 +64,14 @@ def run_tests(checkout: Path, *path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_an_editable_installation_of_another_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
     package = ROOT / "src" / "gristmill"
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        EDITABLE.format(file=str(package / "__init__.py"), folder=str(package)), encoding="utf-8"
-    )
-    refused = run_tests(checkout, site)
+    editable, plain = tmp_path / "editable", tmp_path / "plain"
+    for site, text in (
+        (editable, EDITABLE.format(file=str(package / "__init__.py"), folder=str(package))),
+        (plain, NOT_EDITABLE),
+    ):
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(text, encoding="utf-8")
+    refused = run_tests(checkout, editable)
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR and "1 passed" not in refused.stdout
     for line in (
         f"the tests of {checkout}",
@@ -72,7 +80,7 @@ def test_an_editable_installation_of_another_checkout_is_refused(checkout: Path,
         "pip uninstall gristmill",
     ):
         assert line in refused.stderr
-    accepted = run_tests(checkout)
+    accepted = run_tests(checkout, plain)
     assert accepted.returncode == 0 and "1 passed" in accepted.stdout, accepted.stdout + accepted.stderr
 
 
