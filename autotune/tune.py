@@ -130,6 +130,7 @@ def tune(
             )
             deadline = now() + left * len(burst) / len(waiting) / 2
             verified = verify_all(_in_turns(jobs, choices), here, pool, deadline, end) if choices else []
+            verdicts = {(r.op, r.problem, r.kernel, r.config): r for r in verified}
             for n in burst:
                 job, left = jobs[n], end - now()
                 # Jobs that cannot end in time are not started: the quickest job so far is the estimate of the least duration. The first one is.
@@ -140,7 +141,7 @@ def tune(
                     f"{n + 1}/{len(jobs)} {job.op.name} {job.problem}: {left / 60:.1f} minutes left for {len(waiting)} problem(s)"
                 )
                 results[n], records, needed = _one(
-                    job, choices[n], verified, here, now() + left / len(waiting)
+                    job, choices[n], verdicts, here, now() + left / len(waiting)
                 )
                 waiting = [other for other in waiting if other != n]
                 least = needed if least < 0 else min(least, needed)
@@ -169,16 +170,19 @@ def _ranked(choices: Sequence[Option]) -> list[tuple[int, Option]]:
 
 
 def _one(
-    job: Job, choices: Sequence[Option], verified: Sequence[Verification], here: Place, deadline: float
+    job: Job,
+    choices: Sequence[Option],
+    verdicts: Mapping[tuple[str, str, str, str], Verification],
+    here: Place,
+    deadline: float,
 ) -> tuple[Tuned, list[Any], float]:
-    """The outcome of a job, its records, and the least seconds that it could have taken."""
+    """The outcome of a job, its records, and the least seconds that it could have taken. verdicts: by `key_of`."""
     from gristmill.autotune.candidate import WrongResultError
     from gristmill.autotune.errors import UnverifiableError
 
     begin, device = now(), here.device or "cpu"
     tuned = Tuned(job.op.name, str(job.problem), job.weight, "tuned")
     tuned.options = len(choices)
-    verdicts = {(r.op, r.problem, r.kernel, r.config): r for r in verified}
     records: list[Any] = []
     fit = []
     for _, option in _ranked(choices):

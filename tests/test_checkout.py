@@ -51,11 +51,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "second"
 
 
-def run_tests(checkout: Path, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the checkout's tests, with folders in front of its package on PYTHONPATH."""
+def run_tests(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the checkout's tests, with a folder in front of its package on PYTHONPATH."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*path, checkout / "src"])),
+        "PYTHONPATH": os.pathsep.join((str(site), str(checkout / "src"))),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]

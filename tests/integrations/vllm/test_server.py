@@ -138,9 +138,8 @@ def test_the_page_shows_the_answer(server: Server) -> None:
 def test_streaming_gives_the_same_text_in_pieces(server: Server) -> None:
     whole = server.client.completions.create(model=MODEL, prompt="How to", max_tokens=24, temperature=0)
     most = 0
-    for _ in range(
-        3
-    ):  # vLLM joins pieces that it has not sent yet: on a busy machine 24 tokens may come in two
+    # vLLM joins pieces that it has not sent yet: on a busy machine 24 tokens may come in two.
+    for _ in range(3):
         stream = server.client.completions.create(
             model=MODEL, prompt="How to", max_tokens=24, temperature=0, stream=True
         )
