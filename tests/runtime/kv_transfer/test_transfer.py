@@ -267,21 +267,24 @@ def test_any_requests_with_any_faults_give_the_same_ids(
     ]
     expected = [done.token_ids for done in shared(LLAMA).generate(prompts, PARAMS)]
     llm, store = faulty("host:1GiB,save_after=1", num_blocks=12, max_seqs=4, max_batch_tokens=32)
-    store.fault, store.part = "any", 0.05
-    waiting = dict(enumerate(prompts))
-    answers: dict[str, list[int]] = {str(index): [] for index in waiting}
+    store.fault, store.part = "any", 0.2
     engine = llm.engine
-    while waiting or engine.has_unfinished():
-        while waiting and dice.random() < 0.5:
-            index = next(iter(waiting))
-            engine.add_request(str(index), waiting.pop(index), PARAMS)
-        for output in engine.step():
-            answers[output.id] += output.new_ids
-        engine.scheduler.check()
-        if dice.random() < 0.02:
-            engine.reset_prefix_cache()
-    assert [tuple(one) for one in answers.values()] == expected
-    assert status(llm).loaded_tokens and store.faults
+    for _ in range(3):  # from the second one on, the store has most of what is asked for
+        waiting = dict(enumerate(prompts))
+        answers: dict[str, list[int]] = {str(index): [] for index in waiting}
+        while waiting or engine.has_unfinished():
+            while waiting and dice.random() < 0.5:
+                index = next(iter(waiting))
+                engine.add_request(str(index), waiting.pop(index), PARAMS)
+            for output in engine.step():
+                answers[output.id] += output.new_ids
+            engine.scheduler.check()
+            if dice.random() < 0.02:
+                engine.reset_prefix_cache()
+        assert [tuple(one) for one in answers.values()] == expected
+        assert engine.flush_kv_transfer(10)
+        engine.reset_prefix_cache()
+    assert status(llm).loaded_tokens > 200 and store.faults > 5
     known = {LATE, RAISED, NO_ROOM, EVICTED, TOO_MUCH, record_carrier.DAMAGED, record_carrier.GONE}
     assert set(status(llm).failures) <= known
 
