@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from gristmill.autotune import compilations
+from gristmill.autotune.captures import refuses_first_runs
 from gristmill.autotune.device import device_index
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.autotune.resolve import Resolver
@@ -66,6 +67,7 @@ class BoundPlan:
         "_cuda",
         "_guard",
         "_index",
+        "_ran",
         "_recorded",
         "_runners",
         "_tensor",
@@ -91,6 +93,7 @@ class BoundPlan:
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
         self._recorded = self._runners  # those behind the recorders, while calls are recorded
+        self._ran: set[tuple[object, ...]] = set()  # the kernels and configurations of `_load`
         self._guard = op.guard(self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
@@ -184,9 +187,7 @@ class BoundPlan:
                 if not output.is_floating_point():
                     output.zero_()
             return
-        runner = self._recorded[index]  # another model that shares the plan is serving
-        if runner is None:
-            runner = self._recorded[index] = self._bind(index)
+        runner = self._recorded[index] or self._bind(index)  # another model that shares the plan is serving
         runner(call)
 
     def workspace(self, size: int) -> Workspace:
@@ -256,8 +257,34 @@ class BoundPlan:
         if not self._cuda and kernel.language != "cpp":
             runner = partial(_outside_recording, kernel.name, runner)
         self.entries[index] = entry
-        self._runners[index] = runner
-        return runner
+        first: Runner = partial(self._run_first, index, self._code(index, kernel.language, entry), runner)
+        self._recorded[index] = first
+        return first
+
+    def _run_first(self, index: int, code: tuple[object, ...], runner: Runner, call: Any) -> None:
+        """A call of a bucket none of whose calls has run outside of a capture."""
+        if _capturing():
+            if refuses_first_runs() and code not in self._ran:
+                raise UnpreparedError(
+                    f"{self.op.name} {self.static}: its kernel for sizes up to {bucket_sizes()[index]} has not run yet"
+                )
+            runner(call)
+        else:
+            runner(call)
+            self._ran.add(code)
+            self._recorded[index] = runner
+
+    def has_run(self, index: int) -> bool:
+        """Whether the kernel of a bucket has run in its configuration outside of captures, for this bucket or another one of the plan."""
+        entry = self.entries[index]
+        if entry is None:
+            return False
+        language = self.resolver.kernel(self.op, entry.kernel).language
+        return self._code(index, language, entry) in self._ran
+
+    def _code(self, index: int, language: str, entry: PlanEntry) -> tuple[object, ...]:
+        """What the device runs for a bucket. Chains of torch's operations choose that by sizes themselves."""
+        return (index if language == "python" else None, entry.kernel, *sorted(entry.config.items()))
 
     def _among_layouts(self, runner: Runner, entry: PlanEntry) -> Runner:
         """`runner` for calls with the tensors of all layouts: it gets those of the entry's layout."""

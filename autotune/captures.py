@@ -2,16 +2,37 @@
 
 Garbage collection is off during a capture: freeing an old graph would end it. After a capture that fails, random numbers and the
 current stream are usable again. A lint rule forbids other captures.
+
+What a kernel does once, when it first runs (it is compiled or loaded, or looks something up on the device), must not become part of a
+capture. `only_what_has_run` refuses kernels that would do it there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def only_what_has_run() -> Iterator[None]:
+    """In the block, this thread captures no kernel of a plan in a bucket that has not run yet, outside of captures: `UnpreparedError`."""
+    _THREAD.refuses_first_runs = True
+    try:
+        yield
+    finally:
+        _THREAD.refuses_first_runs = False
+
+
+def refuses_first_runs() -> bool:
+    """Whether this thread is in a block of `only_what_has_run`."""
+    return getattr(_THREAD, "refuses_first_runs", False)
 
 
 @contextlib.contextmanager

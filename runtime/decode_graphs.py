@@ -9,8 +9,9 @@ has sampled is read on the device, from the row of its request, and the sampled 
 graphs share, until the next step: rows that are processed (penalties, bans, grammars) are sampled again from there. A step that verifies
 drafts uses a graph of the engine's most tokens per sequence; sequences with fewer are padded at their end.
 
-A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
-workspaces, and a second time under capture. On a CPU the second step is recorded as it runs (`RecordedStep`), and those after it replay the
+A graph is captured when a step first needs it. The first step of a kind runs once before, which resolves and loads its kernels and sizes their
+workspaces. Others do only if they call a kernel that has not run yet, or need a larger workspace: after a warm-up, which has run the kernels, few
+do. Ranks always run a step before, together. On a CPU the second step is recorded as it runs (`RecordedStep`), and those after it replay the
 record; by default there are only such of the sizes in `CPU_SIZES`. A graph for which there is no memory, or which goes over the bound of
 `graph_memory`, is left out: its steps run kernel by kernel.
 
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing_on
+from gristmill.autotune.captures import capturing_on, only_what_has_run
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.call_list import UnrecordableError
@@ -171,6 +172,9 @@ class DecodeGraphs:
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool: tuple[int, int] | None = None
+        self._have_run: set[int] = (
+            set()
+        )  # tokens per sequence of the kinds of steps that have run on the stream
         self._step_memory = StepMemory()  # of recorded steps, on a CPU
 
     def prepare(
@@ -293,25 +297,40 @@ class DecodeGraphs:
             torch.cuda.empty_cache()
 
     def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
-        """The step of a graph, run once and captured on the stream, for which the current one waits."""
+        """Capture the step of a graph on the stream, for which the current one waits, after a run where one is needed."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
                 made.buffers.clear()
-                with together(self.model.plans.mesh):
-                    self.compute(made)
+            has_run = has_room = False
+            if made.per_seq not in self._have_run or self.model.plans.mesh.world > 1:
+                self._run_before(made, stream)
+                has_run = True
+            while made.graph is None:
+                try:
+                    with nullcontext() if has_run else only_what_has_run():
+                        made.graph = self._record(made, stream)
+                except RuntimeError as error:
+                    if is_out_of_memory(error) and not has_room:
+                        # A capture cannot take the free memory that torch keeps for other work.
+                        torch.cuda.empty_cache()
+                        has_room = True
+                    elif not is_out_of_memory(error) and not has_run:
+                        self._run_before(made, stream)
+                        has_run = True
+                    else:
+                        raise
+            with torch.cuda.stream(stream):
                 made.holds = self.model.plans.workspaces.held()
-            try:
-                made.graph = self._record(made, stream)
-                return
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            torch.cuda.empty_cache()  # a capture cannot take the free memory that torch keeps for other work
-            made.graph = self._record(made, stream)
         finally:
             current.wait_stream(stream)
+
+    def _run_before(self, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
+        """Run the step of a graph on the stream."""
+        with torch.cuda.stream(stream), together(self.model.plans.mesh):
+            self.compute(made)
+        self._have_run.add(made.per_seq)
 
     def _record(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -5,7 +5,8 @@ padded to the next of a few sizes, and its pieces are replayed, with the attenti
 attention reads and writes is at fixed addresses, which all graphs share. Padding reads token 0 at position 0 and writes nothing to the cache.
 
 This pays as long as launches take longer than the arithmetic of a step (`most_tokens`): larger steps run kernel by kernel, unpadded. A graph is
-captured when a step first needs it, after a run that resolves and loads its kernels. On a CPU the same padded steps run without capture.
+captured when a step first needs it. The first one is, after a run that resolves and loads its kernels; others are run before only if they call a
+kernel that has not run yet, or need more memory, and on several ranks. On a CPU the same padded steps run without capture.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -22,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing_on
+from gristmill.autotune.captures import capturing_on, only_what_has_run
+from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import is_out_of_memory
 from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, together, why_not_captured
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
@@ -95,6 +98,7 @@ class PromptGraphs:
         self._inputs = torch.zeros(2 + len(cache.windows), most, dtype=torch.int64, device=self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._pool: tuple[int, int] | None = None
+        self._has_run = False  # a step on the stream
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor | None:
@@ -153,6 +157,10 @@ class PromptGraphs:
         key = (name, shape[1:])
         memory = self._memory.get(key)
         if memory is None:
+            if self._stream is not None and torch.cuda.is_current_stream_capturing():
+                raise UnpreparedError(
+                    f"{name} of {shape[1:]} has no memory yet: run a step before one is captured"
+                )
             whole = (self.sizes[-1], *shape[1:])
             memory = self._memory[key] = torch.zeros(prod(whole), dtype=dtype, device=self.device)
         return memory[: prod(shape)].view(shape)
@@ -192,37 +200,57 @@ class PromptGraphs:
         return made
 
     def _capture(self, made: PromptGraph, stream: torch.cuda.Stream) -> None:
-        """Run a step of padding once, without attention, and capture it."""
+        """Capture a step of padding on the stream, after a run where one is needed."""
         with torch.cuda.device(self.device):
             with torch.cuda.stream(stream):
                 self._hidden(made.size)
                 self._inputs[:2, : made.size] = 0
                 self._inputs[2:, : made.size] = -1
-                with together(self.model.plans.mesh):
-                    self._compute(made.size, lambda call, group: None)
+            has_run = not self._has_run or self.model.plans.mesh.world > 1
+            if has_run:
+                self._run_before(made, stream)
+            try:
+                with nullcontext() if has_run else only_what_has_run():
+                    self._record(made, stream)
+            except RuntimeError as error:
+                if has_run or is_out_of_memory(error):
+                    raise
+                self._run_before(made, stream)
+                self._record(made, stream)
+            with torch.cuda.stream(stream):
                 made.holds = self.model.plans.workspaces.held()
-            if not any(graph.pieces for graph in self.graphs.values()):
-                # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
-                self._pool = torch.cuda.graph_pool_handle()
-            before = self.taken.used
-            with self.taken.measured(), ExitStack() as stack:
 
-                def begin() -> None:
-                    piece = torch.cuda.CUDAGraph()
-                    # Other threads may use the device during the capture.
-                    stack.enter_context(
-                        capturing_on(stream, piece, pool=self._pool, capture_error_mode="thread_local")
-                    )
-                    made.pieces.append(piece)
+    def _run_before(self, made: PromptGraph, stream: torch.cuda.Stream) -> None:
+        """Run a step of padding, without attention."""
+        with torch.cuda.stream(stream), together(self.model.plans.mesh):
+            self._compute(made.size, lambda call, group: None)
+        self._has_run = True
 
-                def cut(call: Apart, group: int) -> None:
-                    stack.close()
-                    made.calls.append((call, group))
-                    begin()
+    def _record(self, made: PromptGraph, stream: torch.cuda.Stream) -> None:
+        """Capture a step in pieces, without attention."""
+        if not any(graph.pieces for graph in self.graphs.values()):
+            # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
+            self._pool = torch.cuda.graph_pool_handle()
+        made.pieces, made.calls = [], []
+        before = self.taken.used
+        with self.taken.measured(), ExitStack() as stack:
 
+            def begin() -> None:
+                piece = torch.cuda.CUDAGraph()
+                # Other threads may use the device during the capture.
+                stack.enter_context(
+                    capturing_on(stream, piece, pool=self._pool, capture_error_mode="thread_local")
+                )
+                made.pieces.append(piece)
+
+            def cut(call: Apart, group: int) -> None:
+                stack.close()
+                made.calls.append((call, group))
                 begin()
-                self._compute(made.size, cut)
-            made.nbytes = self.taken.used - before
+
+            begin()
+            self._compute(made.size, cut)
+        made.nbytes = self.taken.used - before
 
     def explain(self) -> list[dict[str, Any]]:
         """A row for each graph, with the keys of `DecodeGraphs.explain`."""

@@ -3,8 +3,9 @@
 Steps are recorded first, without running. The kernels that they need are selected, those without a record verified, and so compiled, by
 several processes at a time, and then loaded. On a GPU they also run, on an unused cache: prompts of each bucket of tokens, from their beginning and
 after cached tokens, with other sequences in the step; the logits and samples of each bucket of rows; and decode steps of each
-number of sequences and each bound of the context that has a graph, with and without drafts if the engine drafts. What a step of the
-engine can meet within its limits has then run once. On a CPU nothing is compiled or captured, so steps run only where `Engine.warm_up` asks for it.
+number of sequences and each bound of the context that has a graph, with and without drafts if the engine drafts. Prompts and samples of a bucket
+between two powers of two run only if they call a kernel, in a configuration, that has not run yet. What a step of the engine can meet within its
+limits has then run once. On a CPU nothing is compiled or captured, so steps run only where `Engine.warm_up` asks for it.
 
 Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
 step is therefore aligned (`send_parts`, `send_arrays`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
@@ -15,10 +16,11 @@ late.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -43,6 +45,27 @@ from gristmill.runtime.verify_ahead import workers_for
 Step = Callable[[], object]
 Calls = list[tuple[BoundPlan, int]]
 """Plans that steps call, each with the bucket of a call."""
+
+
+@dataclass(slots=True, eq=False)
+class Rehearsal:
+    """A step that is no decode step.
+
+    Attributes:
+        between: its size is a bucket between two powers of two, and not the largest that is possible.
+        calls: what it calls, once it has been recorded.
+    """
+
+    step: Step
+    between: bool
+    calls: Calls | None = None
+
+    def run(self) -> None:
+        """Run the step, unless it is one between others and its kernels have run."""
+        if self.between and self.calls is not None and all(plan.has_run(index) for plan, index in self.calls):
+            return
+        self.step()
+
 
 _ROW = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, top_k=40), 0, 0)
 
@@ -163,12 +186,15 @@ def warm_up(
     plans, phase = runner.model.plans, Phases(runner.device, progress)
     tried = plans.resolver.tried
     plans.set_warm(False)
-    calls = select_and_verify(plans, lambda: _recorded(runner, config, drafts), phase, workers)
+    rehearsals = _compiling(runner, config, drafts)
+    calls = select_and_verify(plans, lambda: _recorded(runner, config, drafts, rehearsals), phase, workers)
     phases: dict[str, list[Step]] = {
         "compilation": [partial(load_entry, plan, index) for plan, index in calls]
     }
     if run:
-        phases["compilation"] += _compiling(runner, config, drafts)
+        alone = plans.mesh.world == 1  # ranks run the same steps, whatever has run in their processes before
+        ordered = sorted(rehearsals, key=attrgetter("between"))
+        phases["compilation"] += [one.run if alone else one.step for one in ordered]
         phases["graphs"] = _capturing(runner, config, drafts)
     for name, steps in phases.items():
         with phase(name, len(steps)) as report:
@@ -189,12 +215,12 @@ def warm_up(
     )
 
 
-def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
+def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Rehearsal]:
     """Steps with prompts, and what else is no decode step."""
-    steps = [*_prompts(runner, config)]
+    rehearsals = [*_prompts(runner, config)]
     if isinstance(runner.model, HiddenStateModel):
-        steps += _states(runner.model, config)
-    return [*steps, *_logprobs(runner, config, drafts), *_samples(runner, config, drafts)]
+        rehearsals += _states(runner.model, config)
+    return [*rehearsals, *_logprobs(runner, config, drafts), *_samples(runner, config, drafts)]
 
 
 def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
@@ -208,18 +234,24 @@ def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
     ]
 
 
-def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> Calls:
-    """The plans that the steps call, each with the buckets of its calls."""
+def _recorded(runner: Runner, config: SchedulerConfig, drafts: int, rehearsals: Sequence[Rehearsal]) -> Calls:
+    """The plans that the rehearsals and the steps of graphs call, each with the buckets of its calls. Those of a rehearsal are kept there."""
     # Steps of graphs call the same kernels, in fewer kinds of steps.
     graphs, runner.decode, prompts, runner.prompts = runner.decode, None, runner.prompts, None
+    found: dict[tuple[BoundPlan, int], None] = {}
     try:
         with runner.model.plans.recorded() as calls:
-            # Kernels of sampling take longest to compile.
-            for step in [*reversed(_compiling(runner, config, drafts)), *_capturing(runner, config, drafts)]:
+            for rehearsal in reversed(rehearsals):  # kernels of sampling take longest to compile
+                rehearsal.step()
+                rehearsal.calls = [*calls]
+                found |= calls
+                calls.clear()
+            for step in _capturing(runner, config, drafts):
                 step()
+            found |= calls
     finally:
         runner.decode, runner.prompts = graphs, prompts
-    return [*calls]
+    return [*found]
 
 
 def unverified(resolver: Resolver, calls: Calls) -> Calls:
@@ -242,6 +274,11 @@ def load_entry(plan: BoundPlan, index: int) -> None:
 def sizes_up_to(most: int) -> list[int]:
     """A size in each bucket up to that of `most`, the largest one that is possible."""
     return [*(size for size in BUCKETS if size < most), most]
+
+
+def _is_between(size: int, most: int) -> bool:
+    """Whether one of `sizes_up_to` lies between two powers of two."""
+    return size < most and size & (size - 1) != 0
 
 
 def _decode_sizes(runner: Runner, most: int) -> list[int]:
@@ -277,7 +314,7 @@ def _run_unpadded(runner: Runner, entries: list[ScheduledRequest], rows: list[Sa
         runner.prompts = prompts
 
 
-def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
+def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Rehearsal]:
     """Steps with prompts: of as many tokens as each bucket has, in as few sequences as the limits allow."""
     block = config.block_size
     room = config.capacity
@@ -289,7 +326,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
         # Kernel by kernel: a graph may be left out for want of memory.
         _run_unpadded(runner, [_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
 
-    for size in sizes_up_to(min(config.max_batch_tokens, longest * config.max_seqs)):
+    def steps(size: int) -> Iterator[Step]:
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
         yield partial(step, lengths, 0)
         if mla is not None:  # whose attention has forms for few tokens of a sequence, and for many keys
@@ -304,14 +341,18 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
             if singles > 0:  # decode steps next to the prompt
                 mixed = [lengths[0] - singles, *lengths[1:], *([1] * singles)]
                 yield partial(step, mixed, cached)
+
+    most = min(config.max_batch_tokens, longest * config.max_seqs)
+    for size in sizes_up_to(most):
+        yield from (Rehearsal(one, _is_between(size, most)) for one in steps(size))
     if runner.model.plans.mesh.context_parallel:  # contexts of so many blocks come from all ranks
         for blocks in sizes_up_to(MOST_BLOCKS):
             start = max(block, block * blocks - longest)
             if start < block * blocks <= room:
-                yield partial(step, [block * blocks - start], start)
+                yield Rehearsal(partial(step, [block * blocks - start], start), False)
 
 
-def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> Iterator[Callable[[], object]]:
+def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> Iterator[Step]:
     """Steps with one new token and `drafts` drafts per sequence, and the graphs of those that have one."""
     room = config.capacity
     count = 1 + drafts
@@ -328,7 +369,7 @@ def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> I
             more, context = bound < room, min(bound + 1, room)
 
 
-def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
+def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Rehearsal]:
     """What a model that drafts from hidden states makes of the target's, for each bucket of tokens."""
     width = model.config.hidden_size * max(1, len(model.target_layers))
 
@@ -336,11 +377,10 @@ def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callab
     def step(tokens: int) -> None:
         model.states(torch.zeros(tokens, width, dtype=model.plans.dtype, device=model.plans.device))
 
-    for tokens in sizes_up_to(config.max_batch_tokens):
-        yield partial(step, tokens)
+    return _of_sizes(step, config.max_batch_tokens)
 
 
-def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
+def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Rehearsal]:
     """Samples of the logits of rows of prompts, and of processed logits, which are float32."""
 
     @torch.inference_mode()
@@ -349,20 +389,22 @@ def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[C
         runner.sampler(logits, [_ROW] * rows)
         runner.sampler(runner.processors.rehearse(logits), [_ROW] * rows)
 
-    for rows in sizes_up_to(_most_rows(config, drafts)):
-        yield partial(step, rows)
+    return _of_sizes(step, _most_rows(config, drafts))
 
 
-def _logprobs(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
+def _logprobs(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Rehearsal]:
     """Log-probabilities of tokens that are sampled, and of those of prompts."""
 
     @torch.inference_mode()
     def step(rows: int) -> None:
         runner.logprob_reader.rehearse(_logits(runner, rows))
 
-    most = max(_most_rows(config, drafts), min(PROMPT_ROWS, config.max_batch_tokens))
-    for rows in sizes_up_to(most):
-        yield partial(step, rows)
+    return _of_sizes(step, max(_most_rows(config, drafts), min(PROMPT_ROWS, config.max_batch_tokens)))
+
+
+def _of_sizes(step: Callable[[int], None], most: int) -> Iterator[Rehearsal]:
+    """A rehearsal for each of `sizes_up_to`."""
+    return (Rehearsal(partial(step, size), _is_between(size, most)) for size in sizes_up_to(most))
 
 
 def _most_rows(config: SchedulerConfig, drafts: int) -> int:

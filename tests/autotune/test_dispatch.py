@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 
 from gristmill import ops
 from gristmill.autotune import bound as bound_module
+from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.captures import only_what_has_run
 from gristmill.autotune.errors import UnpreparedError
+from gristmill.kernel_registry.plan import bucket_index
 from gristmill.quant.rtn import quantize
 
 
@@ -161,6 +165,47 @@ def test_during_capture_an_unprepared_size_raises(monkeypatch) -> None:
     plan(x, w, eps, torch.empty_like(x))
     with pytest.raises(UnpreparedError, match=r"prepare\(\[33\]\)"):
         plan(*arguments(33), torch.empty(33, 256))
+
+
+def test_a_kernel_that_has_not_run_can_be_refused_during_capture(monkeypatch) -> None:
+    """What its first run does once would become part of the graph. A run in a capture is none."""
+    monkeypatch.setattr(
+        BoundPlan, "_code", lambda plan, index, *_: (index,)
+    )  # each bucket has a kernel of its own
+    plan = ops.bind("rms_norm", "n=272,x=fp32", "cpu").prepare([4, 64])
+    x, w, eps = arguments(4, 272)
+    capturing = [True]
+    monkeypatch.setattr(bound_module, "_capturing", lambda: capturing[0])
+    with only_what_has_run():
+        for _ in range(2):
+            with pytest.raises(UnpreparedError, match=r"rms_norm n=272.*sizes up to 4 has not run"):
+                plan(x, w, eps, torch.empty_like(x))
+    plan(x, w, eps, torch.empty_like(x))
+    with only_what_has_run(), pytest.raises(UnpreparedError, match="has not run"):
+        plan(x, w, eps, torch.empty_like(x))
+    capturing[0] = False
+    with only_what_has_run():
+        plan(x, w, eps, torch.empty_like(x))
+        capturing[0] = True
+        out = torch.full_like(x, torch.nan)
+        plan(x, w, eps, out)
+        with pytest.raises(UnpreparedError, match="sizes up to 64 has not run"):
+            plan(*arguments(64, 272), torch.empty(64, 272))
+    torch.testing.assert_close(out, ops.rms_norm(x, w, eps))
+
+
+def test_buckets_of_one_kernel_and_configuration_run_the_same_code() -> None:
+    """A chain of torch's operations chooses by sizes itself."""
+    plan = ops.bind("rms_norm", "n=288,x=fp32", "cpu").prepare([4, 64])
+    one, other = bucket_index(4), bucket_index(64)
+    assert not plan.has_run(one) and not plan.has_run(bucket_index(128))
+    entry = plan.entry(64)
+    for language, shared in (("cuda", True), ("python", False)):
+        assert (plan._code(one, language, entry) == plan._code(other, language, entry)) == shared
+    configured = replace(entry, config={**entry.config, "tile": 7})
+    assert plan._code(one, "cuda", entry) != plan._code(one, "cuda", configured)
+    plan(*arguments(3, 288), torch.empty(3, 288))
+    assert plan.has_run(one)
 
 
 def test_an_empty_call_launches_nothing(monkeypatch) -> None:

@@ -154,6 +154,27 @@ def test_a_capture_without_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert any(row["captured"] and row["seqs"] == 16 for row in through.explain_graphs())
 
 
+@pytest.mark.parametrize("quant", [None, "int4_g128"])
+def test_a_warm_up_captures_most_steps_at_once(quant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without running them first, by whatever kernels selection chooses; ids are those of graphs that have run."""
+    run_before, ran = DecodeGraphs._run_before, []
+
+    def counted(graphs: DecodeGraphs, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
+        ran.append((made.seqs, made.bound))
+        run_before(graphs, made, stream)
+
+    monkeypatch.setattr(DecodeGraphs, "_run_before", counted)
+    options = {"dtype": "bf16", "quant": quant, "device": "cuda", "num_blocks": 256, "max_seqs": 64}
+    llm = LLM(MODELS / LLAMA, **options)
+    rows = [row for row in llm.explain_graphs() if row["seqs"]]
+    assert len(rows) > 10 and all(row["captured"] for row in rows)
+    assert 0 < len(ran) <= len(rows) // 2, f"{len(ran)} of {len(rows)} ran: {ran}"
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    answers = [llm.generate(prompts(), params) for _ in range(2)]
+    first = LLM(MODELS / LLAMA, warm="off", **options)  # captures what it needs as it needs it
+    assert [first.generate(prompts(), params) for _ in range(2)] == answers
+
+
 def test_memory_of_graphs_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """An engine that has reached its bound gives the ids of one without; what it counts is what the device lost."""
     options = {

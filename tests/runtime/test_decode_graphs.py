@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from gristmill.autotune import bound
+from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.runtime import decode_graphs, graph_memory
 from gristmill.runtime.completion import Completion
@@ -155,7 +157,8 @@ class FakeCuda:
         left = repeat(0) if free is None else free
         monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(left))
         monkeypatch.setattr(graph_memory, "total_bytes", lambda _: 1000)
-        self.emptied, self.captured = 0, list[int]()
+        self.emptied, self.captured, self.ran = 0, list[int](), list[int]()
+        monkeypatch.setattr(bound, "_capturing", lambda: self.capturing is not None)
         self.pools, self.used, self.ended = count(), set[int](), set[int]()
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.pools))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
@@ -173,6 +176,8 @@ class FakeCuda:
                 self.captured.append(made.seqs)
                 replay = partial(compute, graphs, made)
                 self.capturing.replay = lambda: replay()  # type: ignore[attr-defined]
+            else:
+                self.ran.append(made.seqs)
 
         self.capturing: SimpleNamespace | None = None
         monkeypatch.setattr(DecodeGraphs, "compute", computed)
@@ -342,6 +347,47 @@ def test_another_failure_of_a_capture_is_an_error(
     llm.engine.runner.decode._stream = cuda  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="could not be captured, though .*: operation not permitted"):
         llm.generate([1, 2, 3], PARAMS[0])
+
+
+def test_a_step_whose_kernels_have_run_is_captured_at_once(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of its kind runs before, and those that call a kernel that has not run; nobody runs on a stream of its own otherwise."""
+    llm = make(LLAMA, decode_graphs=True, max_seqs=8)
+    runner = llm.engine.runner
+    assert isinstance(runner, Runner) and runner.decode is not None
+    cuda, graphs = FakeCuda(monkeypatch, {}), runner.decode
+    graphs._stream = cuda  # type: ignore[assignment]
+    monkeypatch.setattr(
+        BoundPlan, "_code", lambda plan, index, *_: (index,)
+    )  # each bucket has a kernel of its own
+    for plan in llm.model.plans.bound.values():  # other engines of this process may have run it
+        plan._ran.clear()
+        plan.adopt(SimpleNamespace(entries=[plan.entry(2), plan.entry(4)]))  # type: ignore[arg-type]
+    for seqs, context, ran in ((4, 1, [4]), (4, 4000, [4]), (2, 1, [4, 2]), (2, 4000, [4, 2])):
+        assert graphs.graph(seqs, context).captured and cuda.ran == ran
+    assert graphs.graph(4, 1, per_seq=2).captured and cuda.ran == [4, 2, 4]
+    assert cuda.captured == [4, 4, 2, 2, 4]
+    monkeypatch.setattr(llm.model.plans, "mesh", Mesh(rank=0, world=2))
+    graphs.graphs.clear()
+    assert graphs.graph(4, 1).captured and cuda.ran == [4, 2, 4, 4], "the other rank may have to run it"
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_step_that_cannot_be_captured_at_once_runs_before(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """A driver may refuse to load code during a capture. What fails after a run as well is an error."""
+    llm = make(LLAMA, decode_graphs=True)
+    assert isinstance(llm.engine.runner, Runner) and llm.engine.runner.decode is not None
+    graphs, errors = llm.engine.runner.decode, dict[int, list[Exception]]()
+    cuda = FakeCuda(monkeypatch, errors)
+    graphs._stream = cuda  # type: ignore[assignment]
+    graphs.graph(4, 1)
+    errors[4] = [RuntimeError("operation not permitted when stream is capturing")] * left
+    with nullcontext() if left == 1 else pytest.raises(RuntimeError, match="could not be captured"):
+        assert graphs.graph(4, 4000).captured
+    assert cuda.ran == [4, 4]
 
 
 @pytest.mark.parametrize("memory", [-1, 0.0, 1.5, True, "5%"])

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gristmill.autotune import bound
 from gristmill.runtime import graph_memory, prompt_graphs
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel.mesh import Mesh
 from gristmill.runtime.prompt_graphs import LARGEST, PromptGraphs, most_tokens, sizes
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
@@ -128,7 +130,7 @@ class FakeCuda:
     """Streams and captures on a CPU. `error` is raised at the end of a capture while there are any `errors` left."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: int = 0) -> None:
-        self.errors, self.pools = errors, set[int]()
+        self.errors, self.pools, self.capturing = errors, set[int](), False
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: len(self.pools))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -136,14 +138,20 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(prompt_graphs, "capturing_on", self.capturing_on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(bound, "_capturing", lambda: self.capturing)
 
     def wait_stream(self, other: Any) -> None: ...
 
     @contextmanager
     def capturing_on(self, stream: Any, graph: FakeGraph, pool: int, **options: Any) -> Iterator[None]:
         self.pools.add(pool)
-        with graph:
-            yield
+        self.capturing = True
+        try:
+            with graph:
+                yield
+        finally:
+            self.capturing = False
         if self.errors:
             self.errors -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -182,6 +190,39 @@ def test_pieces_are_replayed_around_attention(
     assert bool(failed) == bool(errors or bound) and all(not g.pieces and not g.calls for g in failed)
     assert (len(captured), caplog.text.count("graph_memory allows")) == (1, 1) or not bound
     assert ("no memory to capture steps" in caplog.text) == bool(errors)
+
+
+@pytest.mark.parametrize("fault", ["", "a kernel has not run", "a failed capture", "ranks", "memory"])
+def test_a_step_whose_kernels_have_run_is_captured_at_once(
+    make_strict: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """After the first one; one that fails is run, and captured whole."""
+    llm = make_strict(LLAMA, "torch", prompt_graphs=64)
+    cuda, graphs = FakeCuda(monkeypatch), prompts_of(llm)
+    graphs._stream = cuda  # type: ignore[assignment]
+    monkeypatch.setattr(graph_memory, "free_bytes", lambda _: 0)
+    ran: list[int] = []
+    forward = graphs.model.forward
+
+    def run(batch: Batch, cache: Any) -> Tensor:
+        ran.append(len(batch.tokens) if not cuda.capturing else -len(batch.tokens))
+        hidden = forward(batch, cache)
+        if fault == "a failed capture" and ran == [64, -64, -48]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return hidden
+
+    graphs.model.forward = run  # type: ignore[method-assign]
+    sizes = {"a kernel has not run": (64, 32), "": (64, 60)}.get(fault, (64, 48))
+    for size in sizes:
+        if fault == "ranks":
+            monkeypatch.setattr(graphs.model.plans, "mesh", Mesh(rank=0, world=2))
+        if fault == "memory" and size == 48:
+            graphs._memory.clear()
+        graphs.graphs[size] = made = graphs._make(size)
+        assert not made.reason and len(made.pieces) == llm.config.num_layers + 1 == len(made.calls) + 1
+    first, second = sizes
+    tried = fault in ("a kernel has not run", "a failed capture", "memory")
+    assert ran == [first, -first, *[-second] * tried, *[second] * (fault != ""), -second]
 
 
 def test_warm_up_runs_every_size(make_plain: Callable[..., LLM]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,18 @@ from gristmill.autotune import compilations
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel.mesh import Mesh
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.warm_up import WarmUp, warm_up
 from tests.runtime.fake_runner import fake_engine
@@ -122,6 +128,40 @@ def test_verified_steps_are_covered(covered: bool, make_apart: Callable[..., LLM
     assert served == serve(make_apart(LLAMA, **LIMITS).engine, 0)
     status = engine.status().speculation
     assert status is not None and status.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("fault", ["", "another kernel", "ranks"])
+def test_steps_between_powers_of_two_run_where_they_are_needed(
+    fault: str, make_apart: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 80 tokens run if one of their kernels has not run for 64 or 96, the most; those of ranks always, so that none waits for another."""
+    from gristmill.runtime import warm_up as module
+
+    own = replace(policy, weight_memory=1.07 + 0.01 * len(fault))  # whose plans no other engine has used
+    engine = make_apart(LLAMA, warm="off", policy=own, **LIMITS | {"max_batch_tokens": 96}).engine
+    ran: list[int] = []
+    run, code = module._run_unpadded, BoundPlan._code
+
+    def counted(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
+        if runner.model.plans._calls is None and any(entry.count > 1 for entry in entries):
+            ran.append(sum(entry.count for entry in entries))
+        run(runner, entries, rows)
+
+    def other_code(plan: BoundPlan, index: int, *rest: Any) -> tuple[object, ...]:
+        return (*code(plan, index, *rest), index == bucket_index(80) and plan.op.name == "linear")
+
+    monkeypatch.setattr(module, "_run_unpadded", counted)
+    if fault == "another kernel":
+        monkeypatch.setattr(BoundPlan, "_code", other_code)
+    if fault == "ranks":
+        monkeypatch.setattr(engine.runner.model.plans, "mesh", Mesh(rank=0, world=2))
+    engine.warm_up()
+    # A step that has run one of its kernels serves the others of its size.
+    assert (
+        ran.count(64) == ran.count(96) == 3
+        and ran.count(80) == {"": 0, "another kernel": 1, "ranks": 3}[fault]
+    )
+    assert ran.index(96) < ran.index(80) if fault else True
 
 
 @pytest.mark.parametrize("stage", ["prompts", "decode_steps", "samples"])
