@@ -20,12 +20,12 @@ from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
+from gristmill.runtime.scheduler import Pause, QueueFull, RequestTooLarge
 from tests.runtime import oracle
 from tests.runtime.fake_runner import fake_engine
 from tests.runtime.oracle import LLAMA
 from tests.runtime.scheduler.harness import expected_ids
-from tests.runtime.serving import LONG, big_engine, collect, paced_engine, run, until
+from tests.runtime.serving import LONG, big_engine, collect, run, until
 
 TEXT = "The CREATE INDEX statement"
 
@@ -161,11 +161,13 @@ def test_abort_by_name_ends_the_stream_in_order() -> None:
 
 
 def test_refused_requests_do_not_disturb_the_others() -> None:
-    core, _ = paced_engine(0.02, num_blocks=64, max_seqs=1, max_queued=2)
+    core, runner = fake_engine(num_blocks=64, max_seqs=1, max_queued=2)
+    refused = threading.Event()
+    runner.before_step = lambda: refused.wait(0.1) and None  # type: ignore[func-returns-value]  # the other one goes on all the time
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
-            running = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=100)))
+            running = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=200)))
             await until(lambda: len(core.scheduler.running) == 1)
             with pytest.raises(QueueFull):
                 # Two fit, the third does not: none is accepted.
@@ -182,8 +184,10 @@ def test_refused_requests_do_not_disturb_the_others() -> None:
             ):
                 with pytest.raises(error):
                     await engine.generate(prompt, params)  # type: ignore[arg-type]
+            assert not running.done()
+            refused.set()
             [completed] = await running
-            assert list(completed.token_ids) == expected_ids([1, 2], 100)
+            assert list(completed.token_ids) == expected_ids([1, 2], 200)
             assert not engine._requests
 
     run(main())
@@ -284,14 +288,22 @@ def test_close_ends_everything() -> None:
 
 
 def test_pause_and_resume() -> None:
-    core, runner = big_engine(seconds=0.005, max_seqs=2)
+    core, runner = big_engine(max_seqs=2)
+    go = threading.Event()
+    runner.before_step = lambda: go.wait(60) and None  # type: ignore[func-returns-value]
+    core.scheduler.pause(Pause.ALL)  # until all are queued
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
             params = SamplingParams(max_tokens=200)
             first = [asyncio.create_task(engine.generate([1, i], params)) for i in range(3)]
+            await until(lambda: len(core.scheduler.waiting) == 3)
+            await engine.resume()
             await until(lambda: len(core.scheduler.running) == 2)
-            await engine.pause("keep")
+            paused = asyncio.create_task(engine.pause("keep"))
+            await asyncio.sleep(0)  # the call is queued before the first step ends
+            go.set()
+            await paused
             steps = runner.steps
             await asyncio.sleep(0.05)
             assert runner.steps == steps and not any(task.done() for task in first)
@@ -342,10 +354,11 @@ def test_callers_in_several_event_loops() -> None:
 
 def test_two_event_loops_with_one_request_id() -> None:
     """One of them is served, the other one is refused."""
-    core, _ = big_engine()
+    core, runner = big_engine()
     engine = AsyncEngine(core)
-    together = threading.Barrier(2)
+    together, refused = threading.Barrier(2), threading.Event()
     results: list[Any] = []
+    runner.before_step = lambda: refused.wait(20) and None  # type: ignore[func-returns-value]  # the one that is served has not ended before
 
     def slowly(frame: Any, event: str, argument: Any) -> Any:
         """Waits at each line, so that both clients are between any two of them at the same time."""
@@ -359,9 +372,10 @@ def test_two_event_loops_with_one_request_id() -> None:
             await engine.generate([1, 2], SamplingParams(max_tokens=4), request_id="x")
 
         try:
-            results.append(run(ask(), 20))
+            results.append(run(ask(), 60))
         except Exception as error:
             results.append(error)
+            refused.set()
 
     threads = [threading.Thread(target=client) for _ in range(2)]
     threading.settrace(slowly)

@@ -40,6 +40,7 @@ def test_the_queue_has_a_bound_by_default() -> None:
             await asyncio.gather(*waiting[10:], return_exceptions=True)
             release.set()
             await asyncio.gather(running, *waiting[:10])
+            await engine.call(lambda _: None)  # after those who have left
             core.scheduler.pause(Pause.ALL)
             again = [
                 asyncio.create_task(engine.generate([3], SamplingParams(max_tokens=1, n=2)))

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,6 @@ def test_sampling_parameters_from_a_file(gristmill: Command, tmp_path: Path) -> 
 
 
 def test_sigterm_ends_generation_with_what_there_is(gristmill: Command) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     options = (
         "generate",
         "--model",
@@ -178,8 +176,10 @@ def test_sigterm_ends_generation_with_what_there_is(gristmill: Command) -> None:
     before, stream = signal.getsignal(signal.SIGTERM), LLM.stream
 
     def watched(self: LLM, *arguments: Any) -> Any:
-        timer.start()
-        return stream(self, *arguments)
+        for number, chunk in enumerate(stream(self, *arguments)):
+            yield chunk
+            if number == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLM, "stream", watched)

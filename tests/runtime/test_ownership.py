@@ -149,14 +149,18 @@ def test_an_engine_that_failed_is_given_back_by_close() -> None:
 
 def test_a_thread_that_was_left_behind_keeps_its_engine() -> None:
     core, runner = big_engine()
-    release = threading.Event()
+    hangs, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        release.wait(60)
 
     async def main() -> None:
         engine = AsyncEngine(core)
         task = asyncio.create_task(engine.generate([1, 2], LONG))
         await until(lambda: len(core.scheduler.running) == 1)
-        runner.before_step = lambda: release.wait(60) and None  # type: ignore[func-returns-value]
-        await asyncio.sleep(0.05)
+        runner.before_step = hang
+        await asyncio.to_thread(hangs.wait)
         await engine.close(timeout=0.05)
         with pytest.raises(EngineDeadError):
             await task

@@ -40,7 +40,7 @@ from tests.runtime.kv_transfer.test_transfer import PARAMS, PROMPTS, WHOLE, agai
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 NAME = f"test-device-{os.getpid()}"
-POOL = f"device:{NAME},save_after=1"
+POOL = f"device:{NAME},save_after=1,timeout=60"
 FOLDER = Path("/dev/shm") / f"gristmill-{NAME}"
 CPU = torch.device("cpu")
 
@@ -106,7 +106,9 @@ def test_blocks_that_were_overwritten_are_computed(
     first, second = pair()
     carrier = first.engine.transfer._carrier
     table, storage = carrier._table, first.engine.runner.cache.storage
-    block = int(table._columns.keys.any(1).nonzero()[0][2])
+    hashes: list[int] = []
+    first.engine.scheduler.cache.extend_hashes(hashes, PROMPTS[0])
+    block = first.engine.scheduler.cache.table(first.engine.scheduler.cache.match(hashes, PROMPTS[0]))[2]
     storage[-1, 1, block].mul_(-9)  # values of the last layer
     assert ids(second) == expected
     found = status(second)
@@ -165,7 +167,7 @@ def test_blocks_are_kept_until_they_are_read_or_the_lease_ends(
     long = [token % 300 for token in range(9 * 16)]
     ids(first, [long])  # needs blocks that are lent
     assert 0.5 < time.monotonic() - began < 10
-    second = make(LLAMA, kv_transfer=f"device:{NAME},save_after=0")
+    second = make(LLAMA, kv_transfer=f"device:{NAME},save_after=0,timeout=60")
     assert ids(second, PROMPTS[:1]) == expected[:1] and not status(second).failures
     assert status(second).loaded_tokens < 96, "what was evicted is not found"
     assert ids(first, PROMPTS[:1]) == expected[:1]
@@ -271,7 +273,7 @@ import sys
 from gristmill import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="fp32", num_blocks=64, kv_transfer=sys.argv[2], policy=sys.argv[3] or None)
 llm.generate([[token % 300 for token in range(100)]], SamplingParams(max_tokens=1))
-assert llm.engine.flush_kv_transfer(20)
+assert llm.engine.flush_kv_transfer(60)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -293,7 +295,7 @@ def peer() -> Iterator[forked.Process]:
 def test_a_process_that_is_killed_has_nothing(peer: forked.Process, make: Callable[..., LLM]) -> None:
     prompt = [[token % 300 for token in range(100)]]
     expected = ids(make(LLAMA), prompt)
-    llm = make(LLAMA, kv_transfer=f"device:{NAME}")
+    llm = make(LLAMA, kv_transfer=f"device:{NAME},timeout=60")
     assert ids(llm, prompt) == expected and status(llm).loaded_tokens == 96
     peer.send_signal(signal.SIGSTOP)  # copies need nothing of it
     assert again(llm, prompt) == expected and status(llm).loaded_tokens == 192
@@ -323,7 +325,7 @@ def test_prefill_and_decode_in_two_processes(shared: Callable[..., LLM]) -> None
         for done in shared(LLAMA).generate(PROMPTS[:3], SamplingParams(max_tokens=8, ignore_eos=True))
     ]
     assert answers == expected and loaded == WHOLE
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(PeerTable(path).alive() for path in FOLDER.glob(f"*{SUFFIX}")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not list(FOLDER.iterdir()), "what processes leave that are ended is removed"

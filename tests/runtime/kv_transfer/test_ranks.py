@@ -97,7 +97,7 @@ def test_preemptions_and_spread_contexts(name: str, spread: bool, make: Callable
             llm.engine.reset_prefix_cache()
             assert [done.token_ids for done in llm.generate(prompts, params)] == expected
             llm.engine.scheduler.check()
-            assert llm.engine.flush_kv_transfer(10)
+            assert llm.engine.flush_kv_transfer(60)
         assert status(llm).loaded_tokens
     finally:
         llm.close()

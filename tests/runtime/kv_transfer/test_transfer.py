@@ -38,14 +38,15 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [oracle.window(0)[:100], oracle.window(1)[:70], oracle.window(3)[:50] + oracle.window(2)[:30], [5]]
 WHOLE = 6 * 16 + 4 * 16 + 4 * 16
 """Tokens of the prompts in whole blocks, without the last token of each."""
-HOST = "host:1GiB,save_after=1"
+HOST = "host:1GiB,save_after=1,timeout=60"
+"""With a limit that a busy machine does not reach, as every store here."""
 
 
 def ids(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[tuple[int, ...]]:
     """Returns the ids, after a check of the scheduler, and waits for what is saved."""
     answers = [done.token_ids for done in llm.generate(prompts, PARAMS)]
     llm.engine.scheduler.check()
-    assert llm.engine.flush_kv_transfer(10)
+    assert llm.engine.flush_kv_transfer(60)
     return answers
 
 
@@ -100,7 +101,7 @@ def test_what_one_engine_has_saved_another_one_loads(
 
     (tmp_path / "gpt-oss").mkdir()
     prompts = [[token % 300 for token in prompt] for prompt in PROMPTS]
-    store = f"file:{tmp_path / 'kv'},save_after=1"
+    store = f"file:{tmp_path / 'kv'},save_after=1,timeout=60"
     alone, first, second = engine(), engine(kv_transfer=store), engine(kv_transfer=store)
     expected = ids(alone, prompts)
     assert ids(first, prompts) == expected and status(first).saved_blocks
@@ -116,7 +117,7 @@ def test_what_one_engine_has_saved_another_one_loads(
 
 def test_loaded_blocks_are_those_that_were_computed(make: Callable[..., LLM], tmp_path: Path) -> None:
     """Bit for bit."""
-    llm = make(LLAMA, kv_transfer=f"file:{tmp_path},save_after=1")
+    llm = make(LLAMA, kv_transfer=f"file:{tmp_path},save_after=1,timeout=60")
     prompt = [PROMPTS[0]]
     ids(llm, prompt)
 
@@ -137,7 +138,7 @@ def test_loaded_blocks_are_those_that_were_computed(make: Callable[..., LLM], tm
 def test_a_damaged_record_is_computed_and_replaced(
     make: Callable[..., LLM], tmp_path: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make(LLAMA, kv_transfer=f"file:{tmp_path},save_after=1")
+    llm = make(LLAMA, kv_transfer=f"file:{tmp_path},save_after=1,timeout=60")
     ids(llm)
     files = sorted(tmp_path.iterdir())
     whole = {file: file.read_bytes() for file in files}
@@ -186,14 +187,15 @@ def test_a_store_that_fails_costs_a_computation(
 def test_a_store_that_does_not_answer_is_waited_for_once(
     faulty: Callable[..., tuple[LLM, FaultyStore]], expected: list[tuple[int, ...]]
 ) -> None:
-    llm, store = faulty(HOST + ",timeout=0.3")
+    llm, store = faulty()
     ids(llm)
     store.hang.set()
+    object.__setattr__(llm.engine.transfer.config, "timeout", 0.3)
     try:
         llm.engine.reset_prefix_cache()
         begin = time.monotonic()
         assert [done.token_ids for done in llm.generate(PROMPTS, PARAMS)] == expected
-        assert 0.3 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 0.3
         found = status(llm)
         assert found.failures == {LATE: 3} and not found.answers and found.loading == 0
         llm.engine.reset_prefix_cache()
@@ -203,14 +205,13 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
         assert llm.engine.flush_kv_transfer(0.05)
     finally:
         store.hang.clear()
-    deadline = time.monotonic() + 5
-    while not status(llm).answers and time.monotonic() < deadline:
-        time.sleep(0.01)
+    object.__setattr__(llm.engine.transfer.config, "timeout", 60.0)
+    assert llm.engine.transfer._loads.wait(60) and status(llm).answers
     assert again(llm) == expected and status(llm).loaded_tokens == WHOLE
 
 
 def test_blocks_are_saved_when_they_are_seen_again(make: Callable[..., LLM]) -> None:
-    llm = make(LLAMA, kv_transfer="host:1GiB")
+    llm = make(LLAMA, kv_transfer="host:1GiB,timeout=60")
     ids(llm, PROMPTS[:1])
     assert status(llm).saved_blocks == 0
     ids(llm, [PROMPTS[0][:40] + [1] * 20])
@@ -227,7 +228,9 @@ def test_blocks_are_saved_when_they_are_seen_again(make: Callable[..., LLM]) -> 
 OUTPUT = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
-@pytest.mark.parametrize("store", ["host:1GiB", "file:{}", "host:300KiB+file:{}"])
+@pytest.mark.parametrize(
+    "store", ["host:1GiB,timeout=60", "file:{},timeout=60", "host:300KiB+file:{},timeout=60"]
+)
 @pytest.mark.parametrize("name", [LLAMA, "windows"])
 def test_preempted_requests_get_their_blocks_back(
     name: str, store: str, make: Callable[..., LLM], tmp_path: Path
@@ -243,11 +246,13 @@ def test_preempted_requests_get_their_blocks_back(
     blocks = {"num_blocks": 20 if name == "windows" else 13, "max_seqs": 4, "max_batch_tokens": 32}
     llm = engine(kv_transfer=store.format(tmp_path / "kv"), **blocks)
     preemptions = 0
-    engine_ = llm.engine
+    engine_, transfer = llm.engine, llm.engine.transfer
     for index, prompt in enumerate(prompts):
         engine_.add_request(str(index), prompt, OUTPUT)
     answers: dict[str, list[int]] = {str(index): [] for index in range(4)}
     while engine_.has_unfinished():
+        # All four begin together, and a block that is taken from one is in the store, not left in the cache, when it goes on.
+        assert transfer._loads.wait(60) and transfer._saves.wait(60)
         for output in engine_.step():
             answers[output.id] += output.new_ids
         preemptions += len(engine_.last_step.preempted) if engine_.last_step else 0
@@ -266,7 +271,7 @@ def test_any_requests_with_any_faults_give_the_same_ids(
         for _ in range(24)
     ]
     expected = [done.token_ids for done in shared(LLAMA).generate(prompts, PARAMS)]
-    llm, store = faulty("host:1GiB,save_after=1", num_blocks=12, max_seqs=4, max_batch_tokens=32)
+    llm, store = faulty(num_blocks=12, max_seqs=4, max_batch_tokens=32)
     store.fault, store.part = "any", 0.2
     engine = llm.engine
     for _ in range(3):  # from the second one on, the store has most of what is asked for
@@ -282,7 +287,7 @@ def test_any_requests_with_any_faults_give_the_same_ids(
             if dice.random() < 0.02:
                 engine.reset_prefix_cache()
         assert [tuple(one) for one in answers.values()] == expected
-        assert engine.flush_kv_transfer(10)
+        assert engine.flush_kv_transfer(60)
         engine.reset_prefix_cache()
     assert status(llm).loaded_tokens > 200 and store.faults > 5
     known = {LATE, RAISED, NO_ROOM, EVICTED, TOO_MUCH, record_carrier.DAMAGED, record_carrier.GONE}
@@ -367,7 +372,7 @@ def test_choices_logprobs_and_steps_in_flight(make: Callable[..., LLM]) -> None:
         done = llm.generate(PROMPTS[:3], params)
         assert [one.token_ids for one in done] == expected
         assert all(token is not None for token in done[2].prompt_logprobs[1:])
-        llm.engine.flush_kv_transfer(10)
+        assert llm.engine.flush_kv_transfer(60)
     assert status(llm).loaded_tokens == 6 * 16 + 4 * 16, "the prompt whose logits are read is computed"
 
 
@@ -383,7 +388,7 @@ def test_an_async_engine_counts_in_its_metrics(
             for _ in range(2):
                 done = await asyncio.gather(*(engine.generate(prompt, PARAMS) for prompt in PROMPTS))
                 assert [choices[0].token_ids for choices in done] == expected
-                await engine.call(lambda core: core.flush_kv_transfer(10))
+                assert await engine.call(lambda core: core.flush_kv_transfer(60))
                 await engine.call(lambda core: core.reset_prefix_cache())
 
     asyncio.run(main())
@@ -396,7 +401,7 @@ def test_an_async_engine_counts_in_its_metrics(
 def test_an_external_cache_is_transferred_too(tmp_path: Path, expected: list[tuple[int, ...]]) -> None:
     model = load_model(MODELS / LLAMA, "float32", None, "cpu", None, 16, "auto")
     config = SchedulerConfig(num_blocks=64, block_size=16, max_seqs=4)
-    transfer = KVTransfer([f"file:{tmp_path}"], save_after=1, identity="llama")
+    transfer = KVTransfer([f"file:{tmp_path}"], save_after=1, timeout=60, identity="llama")
 
     def engine(layers: Any) -> Engine:
         cache = ExternalCache(model, layers)
@@ -415,7 +420,7 @@ def test_an_external_cache_is_transferred_too(tmp_path: Path, expected: list[tup
             for output in core.step():
                 answers.setdefault(output.id, []).extend(output.new_ids)
         assert [tuple(answers[str(index)]) for index in range(4)] == expected
-        assert core.flush_kv_transfer(10)
+        assert core.flush_kv_transfer(60)
     found = core.status().kv_transfer
     assert found is not None and found.loaded_tokens == WHOLE
     core.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -124,14 +125,13 @@ def test_streams_end_when_the_engine_is_killed(make: Make, monkeypatch: pytest.M
     """200 of them are open: those that have got something end with an error, and the engine comes back."""
     monkeypatch.setenv("FAKE_STEP", "0.01")
     events: list[Any] = []
-    front = make(restarts=2, on_event=lambda event, **values: events.append((event, values)))
+    front = make(restarts=2, timeout=1000.0, on_event=lambda event, **values: events.append((event, values)))
     first = pid(front)
 
     async def main() -> None:
         streams = [front.stream([1000 + i], SamplingParams(max_tokens=100_000)) for i in range(200)]
         await asyncio.gather(*map(anext, streams))
         os.kill(first, signal.SIGKILL)
-        begin = time.monotonic()
 
         async def rest(stream: Any) -> str:
             try:
@@ -143,14 +143,14 @@ def test_streams_end_when_the_engine_is_killed(make: Make, monkeypatch: pytest.M
 
         assert set(await asyncio.gather(*map(rest, streams))) == {
             "replica 0 died (SIGKILL) with its requests"
-        }
-        assert time.monotonic() - begin < 15  # no time-out of 20 s was waited for
+        }  # without a time-out, for which `run` would not wait
         while not front._loads():
             await asyncio.sleep(0.01)
         [done] = await front.generate([1007, 1008], SamplingParams(max_tokens=4))
         assert done.token_ids == (1007, 1008, 1007, 1008)
 
     run(main())
+    until(lambda: len(events) == 2)
     assert [event for event, _ in events] == ["replica_died", "replica_restarted"]
     assert events[0][1] == {
         "replica": 0,
@@ -177,7 +177,14 @@ def test_requests_that_got_nothing_are_run_again(make: Make, monkeypatch: pytest
     run(main())
 
 
-def test_an_engine_that_hangs_is_replaced(make: Make) -> None:
+def test_an_engine_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives, begin = itertools.count(1), replica_front.ReplicaFront.__init__
+
+    def patient(front: Any, child: Any, prompts: Any, cap: Any, timeout: float, *others: Any) -> None:
+        """The three that the request hangs are noticed soon; one that a busy machine stops for as long is not taken for one of them."""
+        begin(front, child, prompts, cap, timeout if next(lives) <= 3 else 30.0, *others)
+
+    monkeypatch.setattr(replica_front.ReplicaFront, "__init__", patient)
     front = make(restarts=9, timeout=1.5)
     first = pid(front)
 
@@ -298,6 +305,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
             await front.generate([1000])
 
     run(main())
+    until(lambda: len(events) == 3)
     assert [event for event, _ in events] == ["replica_died", "replica_died", "replica_given_up"]
     assert not events[-1][1]["restarted"] and "no life is left" in events[-1][1]["error"]
 
@@ -352,7 +360,7 @@ def leaks(make: Make, count: int) -> None:
     assert front._loads() == {0: 0} and not front._names and not len(front._cap)
     process = pid(front)
     front.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (after := leftovers())[:2] != before[:2]:
         assert time.monotonic() < deadline, (before, after)
         time.sleep(0.01)

@@ -89,21 +89,27 @@ def test_results_of_one_and_a_death(
 
 def test_a_caller_that_leaves_and_a_full_queue(start: Callable[..., Replicas]) -> None:
     replicas = start(1, max_queued=2, max_batch_tokens=32)
-    many = [ids(30, i) for i in range(4000)]
+    many = [ids(30, i) for i in range(400)]
+
+    async def waiting() -> int:
+        [state] = await replicas.status()
+        assert not isinstance(state, BaseException)
+        return state.waiting
 
     async def main() -> None:
+        await replicas.pause()
         first = asyncio.ensure_future(replicas.embed(many))
-        await asyncio.sleep(0.2)
         second = asyncio.ensure_future(replicas.embed([ids(4)]))
-        await asyncio.sleep(0.05)
+        while replicas._replicas[0].unfinished < 401:  # both have been sent
+            await asyncio.sleep(0)
+        assert await waiting() == 401
         with pytest.raises(QueueFull, match="max_queued"):
             await replicas.embed([ids(3)])
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert len(await second) == 1
-        [state] = await replicas.status()
-        assert not isinstance(state, BaseException) and state.waiting == 0
+        await replicas.resume()
+        assert len(await second) == 1 and await waiting() == 0
 
     run(main)
 
