@@ -60,12 +60,16 @@ class Mark:
                 else:
                     self._release()
 
-    def left(self, patience: float) -> tuple[Verification, ...]:
-        """Remove and return the records of a process that died; none while a trial of this process holds the file. Raises as `trial`."""
+    def left(self) -> tuple[Verification, ...]:
+        """Remove and return the records of a process that died; none while a trial of this process or another one holds the file, whose
+        beginning has returned them. Does not wait. OSError: the file cannot be made."""
         with self._mutex:
             if self._file is not None:  # a second lock of the file would wait for the first
                 return ()
-            left_records = self._take(patience)
+            try:
+                left_records = self._take(0)
+            except TimeoutError:
+                return ()
             self._release()
         return left_records
 
@@ -99,7 +103,7 @@ def _lock(descriptor: int, path: Path, patience: float) -> None:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() >= end:
                 raise TimeoutError(
                     f"another process has been verifying kernels for {patience:.0f} s: {_read(descriptor) or 'no mark'} in {path}"
                 ) from None

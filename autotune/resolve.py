@@ -319,7 +319,7 @@ class Resolver:
         """Whether a process died during several trials: any of their kernels may have crashed the machine, so none is judged."""
         if self.target.vendor == "cpu" or not _can_write(self._mark.path.parent):
             return False
-        left_records = self._mark.left(2 * self.workers.first.timeout)
+        left_records = self._mark.left()
         if len(left_records) == 1:
             self._record(left_records[0])
         elif left_records:

@@ -65,6 +65,7 @@ class Batch:
         context_shard: None = the cache has the whole context of each token.
         group: the group of layers that it is for.
         cuts: None = the step is not captured in pieces.
+        left_out: layers that a rehearsal does not run (`layer_kinds`).
     """
 
     tokens: Tensor
@@ -81,6 +82,7 @@ class Batch:
     context_shard: ContextShard | None = None
     group: int = 0
     cuts: Cuts | None = None
+    left_out: frozenset[int] = frozenset()
     _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, name: str, make: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -46,12 +47,14 @@ class Runner:
 
     Attributes:
         hidden: the hidden states of the step that was collected last; None unless `keep_hidden` was called.
+        left_out: layers that steps do not run, during rehearsals.
 
     Raises:
         UsageError: blocks of the cache are not of the size that the model was loaded for.
     """
 
     hidden: HiddenStates | None = None
+    left_out: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -294,6 +297,8 @@ class Runner:
         mesh, size = self.model.plans.mesh, self.cache.block_size
         whole = size * mesh.context_ranks
         batch = make_batch(entries, whole, self.device, all_rows, groups=len(self.cache.windows))
+        if self.left_out:
+            batch = replace(batch, left_out=self.left_out)
         return shard_context(batch, mesh.rank, mesh.world, size) if mesh.context_parallel else batch
 
     @torch.inference_mode()

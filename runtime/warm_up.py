@@ -1,11 +1,12 @@
 """Warm-up: what the steps of an engine call is selected, verified, compiled, loaded and captured before the first request.
 
-Steps are recorded first, without running. The kernels that they need are selected, those without a record verified, and so compiled, by
-several processes at a time, and then loaded. On a GPU they also run, on an unused cache: prompts of each bucket of tokens, from their beginning and
-after cached tokens, with other sequences in the step; the logits and samples of each bucket of rows; and decode steps of each
-number of sequences and each bound of the context that has a graph, with and without drafts if the engine drafts. Prompts and samples of a bucket
-between two powers of two run only if they call a kernel, in a configuration, that has not run yet. What a step of the engine can meet within its
-limits has then run once. On a CPU nothing is compiled or captured, so steps run only where `Engine.warm_up` asks for it.
+Steps are recorded first, without running, with one layer of each kind (`layer_kinds`). The kernels that they need are selected, those without a
+record verified, and so compiled, by several processes at a time, and then loaded. On a GPU they also run, on an unused cache. With one layer of each
+kind: prompts of each bucket of tokens, from their beginning and after cached tokens, with other sequences in the step, and the logits and samples of
+each bucket of rows; those of a bucket between two powers of two only if they call a kernel, in a configuration, that has not run yet. With all
+layers: decode steps of each number of sequences and each bound of the context that has a graph, with and without drafts if the engine drafts, and
+the steps with prompts that have one. What a step of the engine can meet within its limits has then run once. On a CPU nothing is compiled or
+captured, so steps run only where `Engine.warm_up` asks for it.
 
 Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
 step is therefore aligned (`send_parts`, `send_arrays`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
@@ -29,6 +30,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.layer_kinds import repeated_layers
 from gristmill.runtime.layers.gathered_context import MOST_BLOCKS
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
 from gristmill.runtime.layers.plans import Plans
@@ -187,20 +189,19 @@ def warm_up(
     tried = plans.resolver.tried
     plans.set_warm(False)
     rehearsals = _compiling(runner, config, drafts)
-    calls = select_and_verify(plans, lambda: _recorded(runner, config, drafts, rehearsals), phase, workers)
-    phases: dict[str, list[Step]] = {
-        "compilation": [partial(load_entry, plan, index) for plan, index in calls]
-    }
+    record = partial(_recorded, runner, config, drafts, rehearsals)
+    try:
+        calls = select_and_verify(plans, record, phase, workers)
+        steps: list[Step] = [partial(load_entry, plan, index) for plan, index in calls]
+        if run:
+            ordered = sorted(rehearsals, key=attrgetter("between"))
+            # Ranks run the same steps, whatever has run in their processes before.
+            steps += [one.run if plans.mesh.world == 1 else one.step for one in ordered]
+        _run(steps, phase, "compilation")
+    finally:
+        runner.left_out = frozenset()
     if run:
-        alone = plans.mesh.world == 1  # ranks run the same steps, whatever has run in their processes before
-        ordered = sorted(rehearsals, key=attrgetter("between"))
-        phases["compilation"] += [one.run if alone else one.step for one in ordered]
-        phases["graphs"] = _capturing(runner, config, drafts)
-    for name, steps in phases.items():
-        with phase(name, len(steps)) as report:
-            for done, step in enumerate(steps, 1):
-                step()
-                report(done)
+        _run(_capturing(runner, config, drafts), phase, "graphs")
     plans.set_warm(True)
     entries = resolved_entries(plans)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
@@ -213,6 +214,14 @@ def warm_up(
         runner.graph_bytes,
         run,
     )
+
+
+def _run(steps: Sequence[Step], phase: Phases, name: str) -> None:
+    """Run the steps of a phase."""
+    with phase(name, len(steps)) as report:
+        for done, step in enumerate(steps, 1):
+            step()
+            report(done)
 
 
 def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Rehearsal]:
@@ -235,11 +244,13 @@ def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
 
 
 def _recorded(runner: Runner, config: SchedulerConfig, drafts: int, rehearsals: Sequence[Rehearsal]) -> Calls:
-    """The plans that the rehearsals and the steps of graphs call, each with the buckets of its calls. Those of a rehearsal are kept there."""
+    """The plans that the rehearsals and the steps of graphs call, each with the buckets of its calls. Those of a rehearsal are kept there. From then
+    on the runner leaves repeated layers out."""
     # Steps of graphs call the same kernels, in fewer kinds of steps.
     graphs, runner.decode, prompts, runner.prompts = runner.decode, None, runner.prompts, None
     found: dict[tuple[BoundPlan, int], None] = {}
     try:
+        runner.left_out = repeated_layers(runner, rehearsals[0].step) if rehearsals else frozenset()
         with runner.model.plans.recorded() as calls:
             for rehearsal in reversed(rehearsals):  # kernels of sampling take longest to compile
                 rehearsal.step()

@@ -250,13 +250,16 @@ class Decoder:
     def forward(
         self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
-        """Hidden states [tokens, hidden] after the last norm. `taps` maps layers to their outputs with the residual, written for the layers in it."""
+        """Hidden states [tokens, hidden] after the last norm. `taps` maps layers to their outputs with the residual, written for the layers in it,
+        which run even if the batch leaves them out."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
         x: Tensor | PartialSum = embedded
         given = self.layer_inputs(batch.tokens, embedded)
         parts = zip(self.layers, cache.layers, cache.batches(batch), given, strict=True)
         for index, (layer, layer_cache, part, more) in enumerate(parts):
+            if index in batch.left_out and (taps is None or index not in taps):
+                continue
             x = layer(x, residual, part, layer_cache, *more)
             if taps is not None and index in taps:
                 taps[index] = residual + (x.x if isinstance(x, PartialSum) else x)

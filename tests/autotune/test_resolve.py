@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -323,14 +324,23 @@ class Together(Worker):
         return RIGHT
 
 
-def test_what_died_is_not_asked_for_during_a_trial_of_this_process(tmp_path: Path) -> None:
-    """The lock is held: to take it again would wait for itself."""
+def test_what_died_is_not_asked_for_during_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process: to take its lock again would wait for itself. Of another one, which holds it for as long as it verifies: its beginning has
+    read what was left, and an engine that starts beside it with nothing to verify does not wait."""
     mark = Mark(tmp_path / "trying")
     record = Verification(OP.name, "k", "", "", "", "h200", "", ok=False, reason="trying")
     with mark.trial(record, 0.1):
-        assert mark.left(0.1) == ()
+        assert mark.left() == ()
         assert len(json.loads(mark.path.read_text())) == 1
-    assert mark.left(0.1) == () and mark.path.read_text() == ""
+    assert mark.left() == () and mark.path.read_text() == ""
+    with mark.path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(json.dumps(dataclasses.asdict(record)))
+        other.flush()
+        monkeypatch.setattr("gristmill.autotune.mark.POLL", None)  # what waits for a lock fails
+        assert mark.left() == ()
+        assert json.loads(mark.path.read_text())["kernel"] == "k"
+    assert [one.kernel for one in mark.left()] == ["k"] and mark.left() == ()
 
 
 def test_as_many_verifications_run_at_a_time_as_are_allowed(
