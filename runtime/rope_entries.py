@@ -61,10 +61,36 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
         raise ConfigError(f"{table.origin}: {error}") from error
 
 
+def rope_table(fields: Fields) -> Mapping[str, Any]:
+    """The entries of ``rope_parameters`` of transformers 5, by kind of layer where a file has them so, or of ``rope_scaling`` of earlier files.
+
+    Raises:
+        ConfigError: both are there, and say different things. Programs differ in which one counts, so that a scaling that was added to the
+            other would be ignored.
+    """
+    given: Mapping[str, Any] = fields.get("rope_parameters", dict, None) or {}
+    earlier: Mapping[str, Any] = fields.get("rope_scaling", dict, None) or {}
+    counts = given.get(FULL) if {FULL, SLIDING} & given.keys() else given
+    if isinstance(counts, Mapping) and counts and earlier:
+        here, there = _with_one_type(counts), _with_one_type(earlier)
+        if differ := sorted(name for name, value in there.items() if here.get(name) != value):
+            raise ConfigError(
+                f"{fields.origin}: rope_scaling and rope_parameters differ in {', '.join(differ)}: put the entries that are meant into "
+                "rope_parameters, which files of transformers 5 have, and remove rope_scaling"
+            )
+    return given or earlier
+
+
+def _with_one_type(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries with the type under its present name alone, also where it is left out."""
+    kind = entries.get("rope_type", entries.get("type")) or "default"
+    return {name: value for name, value in entries.items() if name != "type"} | {"rope_type": kind}
+
+
 def model_rope(fields: Fields) -> dict[str, Any]:
     """`rope` of a model: of ``rope_parameters`` of transformers 5, of full attention where they are by kind of layer, or of ``rope_theta`` and
     ``rope_scaling`` of earlier files. Those of longrope have a second set of frequencies for sequences longer than the original length."""
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    entries = rope_table(fields)
     entries, theta = entries.get(FULL) or entries, fields.number("rope_theta", 10000.0)
     rope, longest = parse_rope(fields, entries, theta), fields.size("max_position_embeddings")
     if rope.kind != "longrope" or rope.original >= longest:
@@ -82,12 +108,14 @@ def need_rope(fields: Fields) -> None:
 
 
 def by_layer_kind(fields: Fields) -> Mapping[str, Any]:
-    """``rope_parameters`` of a family that has them by kind of layer; {} if there are none. ConfigError if they are for all layers alike."""
+    """``rope_parameters`` of a family that has them by kind of layer; {} if there are none. ConfigError if they are for all layers alike,
+    or as `rope_table`."""
     given: Mapping[str, Any] = fields.get("rope_parameters", dict, None) or {}
     if given and not {FULL, SLIDING} & given.keys():
         raise ConfigError(
             f"{fields.origin}: rope_parameters must have an object for {FULL} and one for {SLIDING}, got {', '.join(given)}"
         )
+    rope_table(fields)  # for its error
     return given
 
 

@@ -22,7 +22,7 @@ from gristmill.runtime.models.llama import (
     mlp,
 )
 from gristmill.runtime.models.qwen import GGUF_EXPERTS, experts
-from gristmill.runtime.rope_entries import parse_rope
+from gristmill.runtime.rope_entries import parse_rope, rope_table
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -54,8 +54,7 @@ def table(c: ModelConfig) -> WeightTable:
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """The gate, experts, windows and positions by layer. Entries that files leave out have the family's values."""
     pattern = [SLIDING] * (fields.size("global_attn_every_n_layers", 4) - 1) + [FULL]
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    rope = parse_rope(fields, entries, fields.number("rope_theta", 10000.0))
+    rope = parse_rope(fields, rope_table(fields), fields.number("rope_theta", 10000.0))
     moe = MoeConfig.most_probable(fields, fields.size("num_experts"), fields.size("moe_intermediate_size"))
     moe = replace(
         moe,

@@ -20,7 +20,7 @@ from gristmill.runtime.models.llama import (
     ParallelLayer,
     decoder_table,
 )
-from gristmill.runtime.rope_entries import parse_rope
+from gristmill.runtime.rope_entries import parse_rope, rope_table
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -47,8 +47,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     if architecture == "CohereForCausalLM":
         return values
     pattern = [SLIDING] * (fields.size("sliding_window_pattern", 4) - 1) + [FULL]
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    rope = parse_rope(fields, entries, fields.number("rope_theta", 10000.0))
+    rope = parse_rope(fields, rope_table(fields), fields.number("rope_theta", 10000.0))
     values["windows"] = layer_windows(fields, fields.size("sliding_window", 4096), pattern)
     kinds = layer_kinds(fields, pattern)
     return values | {"layer_ropes": tuple(rope if kind == SLIDING else None for kind in kinds)}

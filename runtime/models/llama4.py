@@ -18,7 +18,7 @@ from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table, mlp
 from gristmill.runtime.models.qwen import experts
-from gristmill.runtime.rope_entries import parse_rope
+from gristmill.runtime.rope_entries import parse_rope, rope_table
 
 SPAN = 8192
 """Tokens of a chunk, and positions with the same factor of queries, in every model of Llama 4."""
@@ -48,8 +48,7 @@ def table(c: ModelConfig) -> WeightTable:
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """Experts, and what layers with position and those without it have. Entries that files leave out have the family's values."""
     layers, inner = fields.size("num_hidden_layers"), fields.size("intermediate_size")
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    rope = parse_rope(fields, entries, fields.number("rope_theta", 500000.0))
+    rope = parse_rope(fields, rope_table(fields), fields.number("rope_theta", 500000.0))
     if rope.table_factor != 1:
         raise ConfigError(
             f"{fields.origin}: frequencies with a factor of cosines ({rope.kind}), which norms after them would undo"

@@ -303,6 +303,29 @@ def test_rope_of_both_generations_of_files() -> None:
     assert new.rope.theta == 5e5
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {
+            kind: {"rope_type": "default", "rope_theta": 5e5}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    ],
+)
+def test_rope_that_both_generations_of_entries_describe(table: dict[str, Any]) -> None:
+    """A scaling that somebody adds under the name that it had in earlier files is refused, not ignored; one that says the same is none."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    with pytest.raises(
+        ConfigError, match="rope_scaling and rope_parameters differ in factor, .*, rope_type: put"
+    ):
+        parse_config(edited(rope_parameters=table, rope_scaling=yarn))
+    alone = parse_config(edited(rope_parameters=table))
+    for same in (None, {}, {"type": "default"}, {"rope_theta": 5e5}):
+        assert parse_config(edited(rope_parameters=table, rope_scaling=same)) == alone
+    assert alone.rope.theta == 5e5
+
+
 def test_a_window_that_cuts_nothing_off() -> None:
     assert (
         parse_config(edited(sliding_window=4096))
