@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from gristmill.serve.app import Endpoint
-from gristmill.serve.errors import ApiError
+from gristmill.serve.errors import ApiError, api_error
 from gristmill.serve.exchange import Exchange, to_plain
 from gristmill.serve.routes import health
 from gristmill.serve.service import Engine
@@ -26,7 +26,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
     """POST /drain: the whole server, which then ends."""
 
-    seconds: float | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class Sleep(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
 class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """POST /profile: the next steps of each engine, as a trace for chrome://tracing."""
 
-    steps: int
+    steps: Annotated[int, msgspec.Meta(ge=1)]
     path: str
 
 
@@ -77,9 +77,29 @@ def action(path: str, declared: type[Any]) -> Endpoint:
         engine = _engine(exchange)
         values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
         result = await getattr(engine, path)(**values)
+        require_done(path, result)
         await exchange.respond({"ok": True, "result": to_plain(result)})
 
     return Endpoint("POST", f"/{path}", handler)
+
+
+def require_done(path: str, results: Any) -> None:
+    """ApiError: an engine raised something instead of doing it. It names those that did not; others have done it."""
+    answers = results if isinstance(results, list) else [results]
+    failures = {number: one for number, one in enumerate(answers) if isinstance(one, BaseException)}
+    if not failures:
+        return
+    # A path that cannot be read or written is the operator's mistake, too.
+    told = [ApiError(400, "") if isinstance(one, OSError) else api_error(one) for one in failures.values()]
+    status = max(one.status for one in told)
+    causes = "; ".join(f"engine {number}: {type(one).__name__}: {one}" for number, one in failures.items())
+    done = len(answers) - len(failures)
+    raise ApiError(
+        status,
+        f"{path} failed in {len(failures)} of {len(answers)} engines{', and is done in the others' if done else ''}: {causes}",
+        type="invalid_request_error" if status == 400 else "server_error",
+        code="action_failed",
+    )
 
 
 async def drain(exchange: Exchange) -> None:

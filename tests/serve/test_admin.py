@@ -9,11 +9,30 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.serve.admin import require_done
+from gristmill.serve.errors import ApiError
 from tests.serve.server import MODEL
 from tests.serve.test_command import command
 from tests.serve.test_rules import wait_for
 
 pytestmark = pytest.mark.timeout(180)
+
+
+def test_an_action_that_some_engines_fail() -> None:
+    """The answer has the status of the worst failure, and names the engines: what the others did is not all that was asked for."""
+    require_done("sleep", [None, None])
+    require_done("set_log_level", None)
+    with pytest.raises(ApiError) as raised:
+        require_done("sleep", [None, UsageError("it sleeps already"), ReplicaError("replica 2 died")])
+    assert raised.value.status == 503
+    assert raised.value.message == (
+        "sleep failed in 2 of 3 engines, and is done in the others: engine 1: UsageError: it sleeps already; "
+        "engine 2: ReplicaError: replica 2 died"
+    )
+    with pytest.raises(ApiError, match="failed in 1 of 1 engines: engine 0: ZeroDivisionError") as raised:
+        require_done("profile", [ZeroDivisionError()])
+    assert (raised.value.status, raised.value.type) == (500, "server_error")
 
 
 def test_actions(tmp_path: Path, policy_file) -> None:
@@ -82,5 +101,17 @@ def test_actions(tmp_path: Path, policy_file) -> None:
         assert client.post("/pause", json={"mode": "never"}).status_code == 400
         assert client.post("/pause", json={"more": 1}).status_code == 400
         assert client.post("/exec", json={}).status_code == 404
+        for action, values, cause in (
+            ("update_weights", {"path": "/nowhere"}, "engine 0: ConfigError: no model directory /nowhere"),
+            ("profile", {"steps": 1, "path": "/nowhere/trace"}, "engine 0: FileNotFoundError: "),
+        ):
+            answer = client.post(f"/{action}", json=values)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["code"] == "action_failed"
+            assert error["message"].startswith(f"{action} failed in 1 of 1 engines: {cause}")
+        assert text() == before
+        assert client.post("/drain", json={"seconds": -1}).status_code == 400
+        assert httpx.get(f"{url}/ready").status_code == 200
         assert client.post("/drain", json={"seconds": 5}).status_code == 200
         assert process.wait(60) == 0
