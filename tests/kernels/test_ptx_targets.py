@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BASELINE = json.loads((ROOT / "ci" / "ptx_baseline.json").read_text(encoding="utf-8"))
 KERNELS = {kernel.name: kernel for kernel in default_registry().all_kernels()}
 PRODUCTS = {
+    "grouped_topk_sm75": "SHFL.BFLY",
+    "grouped_topk_sm80": "REDUX.MAX",
     "linear_w8a8_sm80": "IMMA.16832.S8.S8",
     "grouped_linear_fp4_sm120": "OMMA.SF.16864",
     "grouped_linear_mxfp8_sm120": "QMMA.SF.16832",
@@ -45,15 +47,22 @@ def test_an_instance_is_assembled_with_the_spills_on_record(name: str, arch: str
     ((registers, stack),), (text,) = used.values(), code.values()
     assert registers <= 255 and stack <= entry.get("spills", {}).get(arch, 0), (registers, stack)
     expected = products_of(name, arch)
-    assert expected in text, "tensor cores"
-    if name.endswith("_sm75"):
+    assert expected in text, "tensor cores, or reductions"
+    if name.startswith("grouped_topk"):
+        assert registers <= 128 and ("REDUX" in text) == (name == "grouped_topk_sm80")
+    elif name.endswith("_sm75"):
         assert "16816.F32" not in text and "LDGSTS" not in text, "what Turing lacks"
     else:
         assert "LDGSTS" in text, "cp.async"
 
 
 def products_of(name: str, arch: str) -> str:
-    """The instruction of the tensor cores. Only sm_89 and the sm_120 family multiply e4m3 by mma.sync; for others its codes become fp16."""
+    """The instruction of the tensor cores, or of reductions.
+
+    Only sm_89 and the sm_120 family multiply e4m3 by mma.sync; for others its codes become fp16.
+    """
+    if name.startswith("grouped_topk"):
+        return PRODUCTS[name]
     if name == "linear_w8a8_sm75":
         blackwell = ("sm_100", "sm_103", "sm_120", "sm_121")
         return "IMMA.16816.S8.S8" if arch in blackwell else "IMMA.8816.S8.S8"

@@ -32,6 +32,7 @@ CALLS = {
     "best_config",
     "CallEntry",
     "PtxCallEntry",
+    "PtxCallEntryOf",
     "cuda_entry",
     "ptx_entry",
     "ptx_entry_of",
@@ -183,6 +184,7 @@ def called(name: str) -> frozenset[str]:
             "kernels/native_call.py",
             "kernels/cuda_ptx.py",
             "kernels/cuda_ptx_call.py",
+            "kernels/cuda_ptx_call_of.py",
             "kernels/cuda_ptx_of.py",
         )
     )

@@ -1,0 +1,71 @@
+// The kernels of grouped top-k, for floats of three kinds and lanes of five sizes, and their launch. A source includes this, and has an
+// entry that calls `launch`; it defines GM_OVERLAP, and
+// includes sm90/ptx.cuh, if its kernels start while the one before ends.
+#pragma once
+#include "gm_cuda.h"
+#ifdef __CUDACC__
+#include "_warp.cuh"
+// In this order.
+#include "_rows.cuh"
+
+// A warp per row.
+template <typename T, int kEach>
+__device__ __forceinline__ void grouped_topk(const gm::topk::Params& p) {
+  __shared__ gm::topk::Scratch<kEach> scratch[gm::topk::kWarps];
+#ifdef GM_OVERLAP
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
+#endif
+  const int64_t row = gm::first_row(blockDim.x / 32) + gm::warp();
+  if (row < p.rows) gm::topk::Row<T, kEach>(p, scratch[gm::warp()], row).run();
+}
+
+#define GM_ROWS(name, type, each)                                          \
+  extern "C" __global__ void __launch_bounds__(32 * gm::topk::kWarps)      \
+      choose_##name##_##each(const __grid_constant__ gm::topk::Params p) { \
+    grouped_topk<type, each>(p);                                           \
+  }
+#define GM_ROWS_OF(name, type) \
+  GM_ROWS(name, type, 4)       \
+  GM_ROWS(name, type, 8)       \
+  GM_ROWS(name, type, 12)      \
+  GM_ROWS(name, type, 16)      \
+  GM_ROWS(name, type, 32)
+GM_ROWS_OF(fp32, float)
+GM_ROWS_OF(fp16, __half)
+GM_ROWS_OF(bf16, __nv_bfloat16)
+
+#else
+#include "_params.h"
+#include "calls/grouped_topk.h"
+
+namespace gm::topk {
+
+#define GM_ROWS_OF(name)              \
+  {{GM_CUBIN, "choose_" #name "_4"},  \
+   {GM_CUBIN, "choose_" #name "_8"},  \
+   {GM_CUBIN, "choose_" #name "_12"}, \
+   {GM_CUBIN, "choose_" #name "_16"}, \
+   {GM_CUBIN, "choose_" #name "_32"}}
+static CudaKernel g_rows[3][5] = {GM_ROWS_OF(fp32), GM_ROWS_OF(fp16), GM_ROWS_OF(bf16)};
+
+// warps: rows of a block.
+inline int launch(const GmGroupedTopkCall& call, int64_t warps, bool overlap, int device, void* stream) {
+  if (call.x_type < 0 || call.x_type > 2) return GM_E_DTYPE;
+  if (warps < 1 || warps > kWarps) return GM_E_ARG;
+  if (call.e < 1 || call.e > kMaxExperts || call.n_group < 1 || call.e % call.n_group ||
+      call.topk_group < 1 || call.topk_group > call.n_group ||
+      (call.topk_group < call.n_group && call.n_group > kMaxGroups) || call.top_k < 1 ||
+      call.top_k > call.e / call.n_group * call.topk_group)
+    return GM_E_SHAPE;
+  const int64_t blocks = (call.m + warps - 1) / warps;
+  if (call.m < 0 || blocks > INT32_MAX) return GM_E_SHAPE;
+  if (call.m == 0) return GM_OK;
+  Params p = params_of(call, call.x_type == 0 ? 4 : 2);
+  void* args[] = {&p};
+  return g_rows[call.x_type][size_of(call.e)].launch(
+      device, stream, {.grid_x = unsigned(blocks), .block = unsigned(32 * warps), .pdl = overlap}, args);
+}
+
+}  // namespace gm::topk
+#endif

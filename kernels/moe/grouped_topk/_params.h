@@ -1,0 +1,59 @@
+// What a launch of grouped top-k gets, and how it follows from a call.
+#pragma once
+#include <cstdint>
+
+namespace gm::topk {
+
+constexpr int kMaxExperts = 1024, kMaxGroups = 32, kWarps = 4;  // warps of a block at most
+
+struct Params {
+  const void* logits;  // rows `stride` elements apart
+  const float* bias;   // [experts], or null
+  float* weights;      // [rows, top_k]
+  int32_t* ids;        // [rows, top_k]
+  int64_t rows, stride;
+  int experts, top_k;
+  int groups, kept;  // groups: 1 if all are kept
+  int group_size;
+  int group_lanes;  // that have the experts of a group, or 0: a group is not the experts of whole lanes
+  int scan_lanes;   // that read a group from shared memory
+  int width;        // the lanes that have a weight: a power of two
+  int vectors;  // 1: loads of several logits, and of four biases, are aligned, and none passes the end of a row
+  int sigmoid, renormalize;
+  float scale;
+};
+
+// Neighbouring experts that a lane has, of so many: few sizes, so that few kernels are compiled.
+constexpr int kSizes[] = {4, 8, 12, 16, 32};
+constexpr int size_of(int64_t experts) {
+  int i = 0;
+  while (32 * kSizes[i] < experts) ++i;
+  return i;
+}
+
+// The parameters for a call that is valid. bytes: of a logit.
+template <typename Call>
+Params params_of(const Call& call, int bytes) {
+  const int each = kSizes[size_of(call.e)], groups = call.topk_group < call.n_group ? int(call.n_group) : 1;
+  Params p{};
+  p.logits = call.logits, p.bias = static_cast<const float*>(call.bias);
+  p.weights = static_cast<float*>(call.weights), p.ids = static_cast<int32_t*>(call.ids);
+  p.rows = call.m, p.stride = call.logits_stride[0];
+  p.experts = int(call.e), p.top_k = int(call.top_k);
+  p.groups = groups, p.kept = groups > 1 ? int(call.topk_group) : 1, p.group_size = int(call.e) / groups;
+  const int lanes = p.group_size % each == 0 ? p.group_size / each : 0;
+  p.group_lanes = lanes & (lanes - 1) ? 0 : lanes;
+  p.scan_lanes = 32;
+  while (p.scan_lanes * groups > 32) p.scan_lanes /= 2;
+  p.width = 1;
+  while (p.width < 32 && p.width < p.top_k) p.width *= 2;
+  const int load = each % (16 / bytes) ? each % (16 / bytes) : 16 / bytes, unit = load > 4 ? load : 4;
+  const auto at = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
+  p.vectors = p.experts % unit == 0 && p.stride % load == 0 && at(p.logits) % (load * bytes) == 0 &&
+              at(p.bias) % 16 == 0;
+  p.sigmoid = call.scoring == Call::Scoring::sigmoid, p.renormalize = call.renormalize != 0;
+  p.scale = float(call.scale);
+  return p;
+}
+
+}  // namespace gm::topk

@@ -1,0 +1,29 @@
+"""Grouped top-k in CUDA C++ for Turing, and newer GPUs of NVIDIA (`_grouped_topk_sm75.cu`): reductions by shuffles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.cuda_ptx_call_of import PtxCallEntryOf
+from gristmill.kernels.moe.grouped_topk._cuda import kernel
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import GroupedTopkCall
+
+ENTRY = PtxCallEntryOf("gm_grouped_topk_sm75", "grouped_topk", "compute_75")
+
+
+def launch(config: Config, call: GroupedTopkCall) -> None:
+    """logits [..., E] -> weights, ids [..., top_k]."""
+    ENTRY.cuda(config, call, call.logits.get_device())
+
+
+# Ranked behind grouped_topk_triton until it has been measured on a device.
+KERNEL = kernel(
+    __name__,
+    "grouped_topk_sm75",
+    Requirement(vendors=("nvidia",), code="cuda:compute_75"),
+    priority=42,
+)
