@@ -1,0 +1,1 @@
+"""Products of experts over dense weights in CUDA C++ for Hopper."""
