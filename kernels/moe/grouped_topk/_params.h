@@ -15,10 +15,10 @@ struct Params {
   int experts, top_k;
   int groups, kept;  // groups: 1 if all are kept
   int group_size;
-  int group_lanes;  // that have the experts of a group, or 0: a group is not the experts of whole lanes
-  int scan_lanes;   // that read a group from shared memory
+  int lanes_shift;  // 1 << lanes_shift whole lanes have the experts of a group; -1: no such number
+  int scan_shift;   // 1 << scan_shift lanes read a group from shared memory
   int width;        // the lanes that have a weight: a power of two
-  int vectors;  // 1: loads of several logits, and of four biases, are aligned, and none passes the end of a row
+  int vectors;  // 1: loads of several logits, and of four biases, are aligned; lanes have kEach experts or none
   int sigmoid, renormalize;
   float scale;
 };
@@ -41,15 +41,16 @@ Params params_of(const Call& call, int bytes) {
   p.rows = call.m, p.stride = call.logits_stride[0];
   p.experts = int(call.e), p.top_k = int(call.top_k);
   p.groups = groups, p.kept = groups > 1 ? int(call.topk_group) : 1, p.group_size = int(call.e) / groups;
-  const int lanes = p.group_size % each == 0 ? p.group_size / each : 0;
-  p.group_lanes = lanes & (lanes - 1) ? 0 : lanes;
-  p.scan_lanes = 32;
-  while (p.scan_lanes * groups > 32) p.scan_lanes /= 2;
+  p.lanes_shift = -1;
+  for (int shift = 0; shift <= 5; ++shift)
+    if (p.group_size == each << shift) p.lanes_shift = shift;
+  p.scan_shift = 5;
+  while (groups << p.scan_shift > 32) --p.scan_shift;
   p.width = 1;
   while (p.width < 32 && p.width < p.top_k) p.width *= 2;
-  const int load = each % (16 / bytes) ? each % (16 / bytes) : 16 / bytes, unit = load > 4 ? load : 4;
+  const int load = each % (16 / bytes) ? each % (16 / bytes) : 16 / bytes;
   const auto at = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
-  p.vectors = p.experts % unit == 0 && p.stride % load == 0 && at(p.logits) % (load * bytes) == 0 &&
+  p.vectors = p.experts % each == 0 && p.stride % load == 0 && at(p.logits) % (load * bytes) == 0 &&
               at(p.bias) % 16 == 0;
   p.sigmoid = call.scoring == Call::Scoring::sigmoid, p.renormalize = call.renormalize != 0;
   p.scale = float(call.scale);

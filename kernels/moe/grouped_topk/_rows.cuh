@@ -1,7 +1,7 @@
 // Grouped top-k of a row of logits by one warp. The meaning, ties and NaN included, is in op.py.
 //
 // A lane has kEach neighbouring experts, so that the lowest lane has the lowest index of equals. Choices become integers in their order.
-// Each lane sorts its own once; then the largest of the warp's first ones is taken top_k times, by a reduction of 32 bits and a ballot.
+// Each lane sorts its own once; then the largest of the lanes' first ones is taken top_k times, by reductions of 32 bits and ballots.
 // Where a group is the experts of some whole lanes, its two best choices come from the sorted ones by shuffles; else from shared memory.
 #pragma once
 #include <utility>
@@ -25,11 +25,17 @@ GM_DEVICE uint32_t key_of(float v) {
 }
 GM_DEVICE float value_of(uint32_t key) { return float_of(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-// 1 / v, rounded correctly, for v from 1 to kLargest.
+// 1 / v, rounded correctly, for v from 2^-125 to kLargest.
 constexpr float kLargest = 0x1p125f;
 GM_DEVICE float reciprocal(float v) {
   const float r = reciprocal_approx(v);
   return multiply_add(r, multiply_add(-v, r, 1.f), r);
+}
+
+// part / whole, with by = 1 / whole.
+GM_DEVICE float share(float part, float whole, float by) {
+  const float near = part * by;
+  return multiply_add(multiply_add(-near, whole, part), by, near);
 }
 
 // The two largest of a set.
@@ -57,18 +63,6 @@ struct Network {
 template <int kCount>
 constexpr Network<kCount> kNetwork;
 
-// f(0), f(1) ... f(count - 1); unrolled if there are `kUsual`.
-template <int kUsual, typename F>
-GM_DEVICE void repeat(int count, F f) {
-  if (count == kUsual) {
-#pragma unroll
-    for (int i = 0; i < kUsual; ++i) f(i);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) f(i);
-  }
-}
-
 // f(width / 2), f(width / 4) ... f(1); unrolled for 8.
 template <typename F>
 GM_DEVICE void repeat_halves(int width, F f) {
@@ -95,7 +89,7 @@ class Row {
       take_softmax();
     keep_scores();
     take_keys();
-    const bool by_lanes = p_.group_lanes > 0;
+    const bool by_lanes = p_.lanes_shift >= 0;
     if (p_.groups > 1 && !by_lanes) drop_experts();
     sort();
     if (p_.groups > 1 && by_lanes) drop_lanes();
@@ -113,12 +107,14 @@ class Row {
   GM_DEVICE void load_logits() {
     const T* from = static_cast<const T*>(p_.logits) + row_ * p_.stride + begin();
     if (p_.vectors) {
+      if (begin() < p_.experts) {
 #pragma unroll
-      for (int i = 0; i < kEach; i += kLoad) {
-        float some[kLoad] = {};
-        if (begin() + i < p_.experts) load(some, from + i);
+        for (int i = 0; i < kEach; i += kLoad) {
+          float some[kLoad];
+          load(some, from + i);
 #pragma unroll
-        for (int j = 0; j < kLoad; ++j) scores_[i + j] = some[j];
+          for (int j = 0; j < kLoad; ++j) scores_[i + j] = some[j];
+        }
       }
     } else {
 #pragma unroll
@@ -133,12 +129,14 @@ class Row {
     if (p_.bias == nullptr) return;
     const float* from = p_.bias + begin();
     if (p_.vectors) {
+      if (begin() < p_.experts) {
 #pragma unroll
-      for (int i = 0; i < kEach; i += 4) {
-        float some[4] = {};
-        if (begin() + i < p_.experts) load(some, from + i);
+        for (int i = 0; i < kEach; i += 4) {
+          float some[4];
+          load(some, from + i);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) bias_[i + j] = some[j];
+          for (int j = 0; j < 4; ++j) bias_[i + j] = some[j];
+        }
       }
     } else {
 #pragma unroll
@@ -184,10 +182,7 @@ class Row {
     for (int mask = 16; mask > 0; mask /= 2) sum += float_of(shuffle_xor(bits_of(sum), mask));
     const float by = reciprocal(sum);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float near = scores_[i] * by;
-      scores_[i] = multiply_add(multiply_add(-near, sum, scores_[i]), by, near);
-    }
+    for (int i = 0; i < kEach; ++i) scores_[i] = share(scores_[i], sum, by);
   }
 
   GM_DEVICE void keep_scores() {
@@ -210,23 +205,33 @@ class Row {
     return key_of(p_.bias != nullptr && p_.group_size > 1 ? one + value_of(best.second) : one);
   }
 
-  // Whether this lane's group is kept. Lanes of a group are neighbours, `lanes` of them, and have its key.
-  GM_DEVICE bool is_kept(uint32_t key, int lanes) const {
-    const int group = lane() / lanes;
+  // Whether this lane's group is kept. Lanes of a group are 1 << shift neighbours, and have its key.
+  GM_DEVICE bool is_kept(uint32_t key, int shift) const {
+    const int group = lane() >> shift;
     int above = 0;
-    repeat<8>(p_.groups, [&](int i) {
-      const uint32_t other = shuffle(key, i * lanes);
+    const auto compare = [&](uint32_t other, int i) {
       above += int(other > key) | (int(other == key) & int(i < group));
-    });
+    };
+    if (p_.groups == 8) {
+      uint32_t others[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) others[i] = shuffle(key, i << shift);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) compare(others[i], i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < p_.groups; ++i) compare(shuffle(key, i << shift), i);
+    }
     return above < p_.kept;
   }
 
   // Of groups that are not kept, by lanes: their first keys become 0.
   GM_DEVICE void drop_lanes() {
     Best best{keys_[0], keys_[1]};
-    for (int mask = 1; mask < p_.group_lanes; mask *= 2)
-      best.take(shuffle_xor(best.first, mask), shuffle_xor(best.second, mask));
-    if (!is_kept(group_key(best), p_.group_lanes)) keys_[0] = 0;
+#pragma unroll 1
+    for (int i = 0; i < p_.lanes_shift; ++i)
+      best.take(shuffle_xor(best.first, 1 << i), shuffle_xor(best.second, 1 << i));
+    if (!is_kept(group_key(best), p_.lanes_shift)) keys_[0] = 0;
   }
 
   // Of groups that are not kept, by experts: their keys become 0.
@@ -234,19 +239,20 @@ class Row {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) scratch_.keys[begin() + i] = keys_[i];
     warp_sync();
-    const int group = lane() / p_.scan_lanes;
+    const int lanes = 1 << p_.scan_shift, group = lane() >> p_.scan_shift;
     Best best;
     if (group < p_.groups)
 #pragma unroll 4
-      for (int i = lane() % p_.scan_lanes; i < p_.group_size; i += p_.scan_lanes)
+      for (int i = lane() & (lanes - 1); i < p_.group_size; i += lanes)
         best.take(scratch_.keys[group * p_.group_size + i], 0);
-    for (int mask = 1; mask < p_.scan_lanes; mask *= 2)
+#pragma unroll 1
+    for (int mask = 1; mask < lanes; mask *= 2)
       best.take(shuffle_xor(best.first, mask), shuffle_xor(best.second, mask));
-    const uint32_t kept = ballot(is_kept(group_key(best), p_.scan_lanes));
+    const uint32_t kept = ballot(is_kept(group_key(best), p_.scan_shift));
     int owner = begin() / p_.group_size, place = begin() - owner * p_.group_size;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (owner < p_.groups && !(kept >> owner * p_.scan_lanes & 1)) keys_[i] = 0;
+      if (owner < p_.groups && !(kept >> (owner << p_.scan_shift) & 1)) keys_[i] = 0;
       if (++place == p_.group_size) ++owner, place = 0;
     }
   }
@@ -269,20 +275,49 @@ class Row {
   }
 
   GM_DEVICE void choose() {
+    if (p_.top_k != kUsual || !choose_usual()) choose_any();
+    warp_sync();
+  }
+
+  // The usual number of places, where the lanes' first keys differ in each step; false where some are equal. What a step waits for
+  // is then the reduction of the one before, and no ballot. This lane's keys are kept.
+  static constexpr int kUsual = 8;
+  GM_DEVICE bool choose_usual() const {
+    uint32_t keys[kEach];
+    int ids[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) keys[i] = keys_[i], ids[i] = ids_[i];
+    bool is_tie = false;
+#pragma unroll
+    for (int place = 0; place < kUsual; ++place) {
+      const bool is_chosen = keys[0] == warp_max(keys[0]);
+      const uint32_t chosen = ballot(is_chosen);
+      is_tie |= (chosen & (chosen - 1)) != 0;
+      if (is_chosen) scratch_.chosen[place] = uint16_t(begin() + ids[0]);
+      pop(keys, ids, is_chosen);
+    }
+    return !is_tie;
+  }
+
+  GM_DEVICE void choose_any() {
     const uint32_t lower = (1u << lane()) - 1;
-    repeat<8>(p_.top_k, [&](int place) {
+#pragma unroll 1
+    for (int place = 0; place < p_.top_k; ++place) {
       const bool is_largest = keys_[0] == warp_max(keys_[0]);
       const uint32_t largest = ballot(is_largest);  // of all lanes: not behind a condition
       const bool is_chosen = is_largest && (largest & lower) == 0;
       if (is_chosen) scratch_.chosen[place] = uint16_t(begin() + ids_[0]);
+      pop(keys_, ids_, is_chosen);
+    }
+  }
+
+  GM_DEVICE static void pop(uint32_t (&keys)[kEach], int (&ids)[kEach], bool is_chosen) {
 #pragma unroll
-      for (int i = 0; i + 1 < kEach; ++i) {
-        keys_[i] = is_chosen ? keys_[i + 1] : keys_[i];
-        ids_[i] = is_chosen ? ids_[i + 1] : ids_[i];
-      }
-      keys_[kEach - 1] = is_chosen ? 0 : keys_[kEach - 1];
-    });
-    warp_sync();
+    for (int i = 0; i + 1 < kEach; ++i) {
+      keys[i] = is_chosen ? keys[i + 1] : keys[i];
+      ids[i] = is_chosen ? ids[i + 1] : ids[i];
+    }
+    keys[kEach - 1] = is_chosen ? 0 : keys[kEach - 1];
   }
 
   GM_DEVICE void write() const {
@@ -305,7 +340,7 @@ class Row {
   GM_DEVICE void write(int place, int id, float score, float sum) const {
     const int64_t at = row_ * p_.top_k + place;
     p_.ids[at] = id;
-    p_.weights[at] = (p_.renormalize ? quotient(score, sum) : score) * p_.scale;
+    p_.weights[at] = (p_.renormalize ? share(score, sum, reciprocal(sum)) : score) * p_.scale;
   }
 
   const Params& p_;
