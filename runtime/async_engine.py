@@ -31,7 +31,7 @@ from gristmill.runtime.ownership import SERVED
 from gristmill.runtime.pooling.async_pooling import AsyncPooling, PoolingMethods
 from gristmill.runtime.pooling.engine import PoolingInput, PoolingQueue
 from gristmill.runtime.request_front import RequestFront
-from gristmill.runtime.sampling_params import SamplingParams, check_integers
+from gristmill.runtime.sampling_params import SamplingParams, check_integers, is_seconds
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
 from gristmill.runtime.structured_output import StructuredOutput
@@ -83,7 +83,7 @@ class AsyncEngine(PoolingMethods, RequestFront):
     ) -> None:
         if not isinstance(llm, LLM | Engine):
             raise UsageError(f"AsyncEngine serves an LLM or an Engine, got {type(llm).__name__}")
-        if watchdog_seconds is not None and not watchdog_seconds > 0:
+        if watchdog_seconds is not None and not (is_seconds(watchdog_seconds) and watchdog_seconds > 0):
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
         check_integers(max_queued=max_queued)
         self._llm = llm if isinstance(llm, LLM) else None
@@ -224,7 +224,7 @@ class AsyncEngine(PoolingMethods, RequestFront):
             watchdog_seconds: how long the call may take, if longer than the engine's watchdog_seconds; weights on a slow disk need it.
         """
 
-        if not watchdog_seconds >= 0:
+        if not is_seconds(watchdog_seconds):
             raise UsageError(f"watchdog_seconds of a call must be at least 0, got {watchdog_seconds!r}")
 
         def run(engine: Engine) -> T:

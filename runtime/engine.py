@@ -441,8 +441,14 @@ class Engine(EngineMemory):
         return outputs
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
-        """Abort requests; None = all. Returns the aborted ones (without unknown and finished ids)."""
+        """Abort requests; None = all. Returns the aborted ones (without unknown and finished ids).
+
+        Raises:
+            UsageError: one text, whose characters would be taken for ids.
+        """
         self.ownership.check()
+        if isinstance(request_ids, str):
+            raise UsageError(f"abort takes a list of request ids, got the text {request_ids!r}")
         ended = self.scheduler.abort(list(self._active) if request_ids is None else request_ids)
         for output in ended:
             self._forget(output.id)

@@ -16,9 +16,9 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.graph_memory import check_graph_memory
-from gristmill.runtime.integers import plain
+from gristmill.runtime.integers import as_flag, plain
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.sampling_params import check_integers
+from gristmill.runtime.sampling_params import check_integers, check_memory
 from gristmill.runtime.speculation.config import Speculation
 
 P = ParamSpec("P")
@@ -139,6 +139,16 @@ class EngineConfig:
             raise UsageError(f"task must be one of {', '.join(tasks)}, got {self.task!r}")
         if self.warm not in ("auto", "off"):
             raise UsageError(f"warm must be 'auto' or 'off', got {self.warm!r}")
+        for name, wanted in (
+            ("enable_prefix_cache", "True or False"),
+            ("decode_graphs", "True, False or None"),
+            ("async_steps", "True, False or None"),
+        ):
+            value = getattr(self, name)
+            if (flag := as_flag(value)) is None and (value is not None or "None" not in wanted):
+                raise UsageError(f"{name} must be {wanted}, got {value!r}")
+            self._set(name, flag)
+        check_memory(self.memory)
         check_graph_memory(self.graph_memory)
         check_integers(
             block_size=self.block_size,

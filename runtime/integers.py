@@ -1,4 +1,4 @@
-"""Integers and token ids as callers give them: Python's, numpy's, torch's."""
+"""Integers, booleans and token ids as callers give them: Python's, numpy's, torch's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def as_integer(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def as_flag(value: Any) -> bool | None:
+    """True or False, also of numpy, as a bool; None for anything else: a text such as "no" would be true."""
+    is_numpy = str(getattr(value, "dtype", "")) == "bool" and not value.ndim
+    return bool(value) if isinstance(value, bool) or is_numpy else None
 
 
 def plain(value: T) -> T:

@@ -83,10 +83,10 @@ class Residency:
 
     def wake_up(self, parts: Collection[Part]) -> None:
         """Allocate parts that were given back. Graphs are captured again when steps need them."""
-        unknown = set(parts) - set(get_args(Part))
+        unknown = {parts} if isinstance(parts, str) else set(parts) - set(get_args(Part))
         if unknown:
             raise UsageError(
-                f"unknown parts {', '.join(sorted(unknown))}; known: {', '.join(get_args(Part))}"
+                f"parts must be a list of some of {', '.join(get_args(Part))}; got {', '.join(sorted(unknown))}"
             )
         waking = self.absent & set(parts)
         if "weights" in waking:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gristmill.runtime.declared_names import require_fields
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.integers import as_integer, integers
+from gristmill.runtime.integers import as_flag, as_integer, integers
 from gristmill.runtime.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
@@ -21,7 +21,7 @@ MAX_N = 16_384
 class SamplingParams:
     """How one request is sampled and when it ends. The defaults are the same for every model: generation_config.json does not change them.
 
-    Integers and numbers may be those of numpy, token ids also arrays and tensors of one dimension; they are kept as Python's.
+    Integers, numbers and booleans may be those of numpy, token ids also arrays and tensors of one dimension; they are kept as Python's.
 
     Logits pass, in this order: logit_bias and allowed_token_ids, bans (min_tokens, bad_words), structured_output,
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p.
@@ -103,6 +103,8 @@ class SamplingParams:
         self._number("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
         self._number("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
         self._number("repetition_penalty", 0.0, math.inf, "a finite number above 0", open_below=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self._flag(name)
         if self.seed is not None:
             self._integer("seed", 0)
             if self.seed > MAX_SEED:
@@ -163,6 +165,12 @@ class SamplingParams:
         value = as_integer(getattr(self, name))
         if value is None or value < least:
             raise UsageError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}")
+        self._set(name, value)
+
+    def _flag(self, name: str) -> None:
+        value = as_flag(getattr(self, name))
+        if value is None:
+            raise UsageError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._set(name, value)
 
     def _number(self, name: str, low: float, high: float, expected: str, open_below: bool = False) -> None:
@@ -241,9 +249,23 @@ def check_integers(**values: object) -> None:
             raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
+def check_memory(memory: int | float | None) -> None:
+    """UsageError unless it is a size of the KV cache: bytes, a fraction of the free memory, or None."""
+    is_bytes = type(memory) is int and memory > 0
+    if memory is not None and not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
+        raise UsageError(
+            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
+        )
+
+
+def is_seconds(value: object) -> bool:
+    """Whether a value is a number of at least 0, which may be infinite."""
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(value >= 0)
+
+
 def check_timeout(timeout: float | None) -> None:
     """UsageError unless it is a number of seconds, or None."""
-    if timeout is not None and (isinstance(timeout, bool) or not timeout >= 0):
+    if timeout is not None and not is_seconds(timeout):
         raise UsageError(f"timeout must be seconds, at least 0, or None, got {timeout!r}")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.config import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -17,6 +18,18 @@ LONG_TEXT = 4096
 
 SHORT_CONTEXT, LONG_CONTEXT = 4, 24
 """The fewest and the most last ids of a prompt that are decoded with what follows it."""
+
+
+def require_unicode(*texts: str) -> None:
+    """UsageError: a text has half of a surrogate pair, which no encoding of Unicode has: mostly bytes that were no UTF-8 when they were read."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"a text must be Unicode, and has half of a surrogate pair ({text[error.start]!a}) at character {error.start}: "
+                "was it read from bytes that are not UTF-8?"
+            ) from error
 
 
 class EncodedText(NamedTuple):
@@ -41,7 +54,8 @@ class Tokenizer:
         self._cutting: dict[int, Any] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, including those that the tokenizer's post-processor adds, if they are wanted."""
+        """Ids of a text, including those that the tokenizer's post-processor adds, if they are wanted. UsageError: `require_unicode`."""
+        require_unicode(text)
         if len(text) < LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -56,7 +70,12 @@ class Tokenizer:
 
         Args:
             limit: cut what is longer to so many ids, of a pair the longer text first; the post-processor's ids are kept. None = as it is.
+
+        Raises:
+            UsageError: `require_unicode`.
         """
+        for one in inputs:
+            require_unicode(*(one if isinstance(one, tuple) else (one,)))
         encodings = self._backend_of(limit).encode_batch_fast(list(inputs))
         return [EncodedText(e.ids, e.type_ids if any(e.type_ids) else None) for e in encodings]
 
@@ -87,7 +106,8 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def words(self, text: str) -> list[list[int]]:
-        """The ids of a text inside a word and, if they differ, after a space, without the post-processor."""
+        """The ids of a text inside a word and, if they differ, after a space, without the post-processor. UsageError: `require_unicode`."""
+        require_unicode(text)
         variants: list[list[int]] = []
         for place in (text, " " + text.lstrip()):
             ids: list[int] = self._backend.encode(place, add_special_tokens=False).ids

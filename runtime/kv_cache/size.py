@@ -52,7 +52,7 @@ def cache_blocks(
         beside: bytes that are not free now, and will be soon.
 
     Raises:
-        UsageError: memory is neither, or too small for one block.
+        UsageError: memory is too small for one block.
     """
     device = model.plans.device
     sizes = [
@@ -66,15 +66,6 @@ def cache_blocks(
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
     share = CUDA_MEMORY if memory is None else memory
-    if (
-        isinstance(share, bool)
-        or not isinstance(share, int | float)
-        or share <= 0
-        or (isinstance(share, float) and share > 1)
-    ):
-        raise UsageError(
-            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
-        )
     size = int(share * (_free_bytes(device) + beside) if isinstance(share, float) else share)
     count = (size - spare * sizes[-1]) // block_bytes
     if count < 1:

@@ -18,8 +18,9 @@ from gristmill.quant.checkpoints.text_part import TextPart, TextPartCheckpoint
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig, labels
-from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.errors import ConfigError, UsageError
 from gristmill.runtime.hub import local_model
+from gristmill.runtime.integers import described
 from gristmill.runtime.loader.unknown import unknown
 from gristmill.runtime.models import families, native_layouts, reported, text_parts
 from gristmill.runtime.rope_entries import model_rope, rotated
@@ -34,6 +35,8 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
         ConfigError: as `local_model`. CheckpointError: a damaged GGUF file.
     """
     if not isinstance(path, str | Path):
+        if not callable(getattr(path, "config", None)):
+            raise UsageError(f"a model is a path or the name of a repository, as text, got {described(path)}")
         return path
     place = local_model(path)
     if place.suffix == ".gguf" and not place.is_dir():

@@ -12,7 +12,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from gristmill.runtime.errors import INVALID_LOGITS
+from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.kv_cache import PoolError, PoolTransaction, PrefixCache
 from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
@@ -49,12 +49,12 @@ class Scheduler(SchedulerState):
     def add(self, request: Request, held: bool = False) -> None:
         """Queue a request; `held` until `resume`, for one that waits for an external event (a transfer, a grammar).
 
-        Raises RequestTooLarge when it could never run, QueueFull, and ValueError for an id in use or a used request.
+        Raises RequestTooLarge when it could never run, QueueFull, UsageError for an id in use, and ValueError for a used request.
         """
         if request.state is not RequestState.NEW:
             raise ValueError(f"request {request.id!r} was added before: make a new Request")
         if request.id in self.requests:
-            raise ValueError(f"request id {request.id!r} is in use by an unfinished request")
+            raise UsageError(f"request id {request.id!r} is in use by an unfinished request")
         self._refuse_too_large(request)
         limit = self.config.max_queued
         if limit is not None and len(self.waiting) + len(self.held) >= limit:

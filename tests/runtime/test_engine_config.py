@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any
@@ -77,6 +78,14 @@ def test_a_configuration_is_frozen_and_parsed() -> None:
     assert type(config.max_seqs) is int and config == EngineConfig.of({**options, "max_seqs": 3})
     with pytest.raises(FrozenInstanceError):
         config.max_seqs = 4  # type: ignore[misc]
+
+
+def test_a_size_of_the_cache_is_checked_before_anything_is_loaded() -> None:
+    for memory in (0, -1, 0.0, 1.5, math.nan, math.inf, True, "1"):
+        with pytest.raises(UsageError, match="memory must be bytes"):
+            LLM("/absent", memory=memory)
+    flag = EngineConfig(enable_prefix_cache=np.bool_(False)).enable_prefix_cache
+    assert flag is False
 
 
 @pytest.mark.parametrize("make", [LLM, Engine, lambda model, **options: Replicas(model, 2, **options)])

@@ -15,7 +15,7 @@ from gristmill.runtime.explain import summarize
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import FinishReason
-from gristmill.runtime.tokenizer import Tokenizer
+from gristmill.runtime.tokenizer import LONG_TEXT, Tokenizer
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -153,6 +153,9 @@ def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
         ({"n": 10**9}, "n must be at most"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list or an array of token ids, got int"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be token ids"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, got None"),
+        ({"include_stop_str_in_output": 0}, "include_stop_str_in_output must be True or False, got 0"),
     ],
 )
 def test_sampling_params_are_checked(wish: dict[str, object], message: str) -> None:
@@ -186,6 +189,12 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
     for params in ({"temperature": 1.0}, 3, [1]):
         with pytest.raises(UsageError, match="params must be a SamplingParams, or a list"):
             llm.generate("x", params)  # type: ignore[arg-type]
+    surrogate = r"half of a surrogate pair \('\\udcff'\) at character 1: was it read from bytes"
+    for text in ("a\udcff", "a\udcff" * LONG_TEXT):
+        with pytest.raises(UsageError, match=surrogate):
+            llm.generate(text)
+    with pytest.raises(UsageError, match=surrogate):
+        llm.generate("x", SamplingParams(bad_words=["a\udcff"]))
     with pytest.raises(UsageError, match="2 prompts and 1 SamplingParams"):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(ValueError, match=r"4096 prompt tokens .* need 4097 tokens .*capacity is 256 blocks"):
@@ -215,9 +224,15 @@ def test_options_that_cannot_be(make: Callable[..., LLM]) -> None:
         ({"quant": "int5"}, "unknown scheme 'int5'"),
         ({"policy": {"strict": True}}, "policy must be a Policy or the path of a policy file, got dict"),
         ({"seed": "a"}, "seed must be an integer, got 'a'"),
+        ({"enable_prefix_cache": "no"}, "enable_prefix_cache must be True or False, got 'no'"),
+        ({"enable_prefix_cache": None}, "enable_prefix_cache must be True or False, got None"),
+        ({"decode_graphs": "no"}, "decode_graphs must be True, False or None, got 'no'"),
     ):
         with pytest.raises(UsageError, match=message):
             make(LLAMA, **wrong)  # type: ignore[arg-type]
+    for no_model in (None, 5):
+        with pytest.raises(UsageError, match="a model is a path or the name of a repository, as text, got"):
+            LLM(no_model)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="no device 'cuda' here"):
             make(LLAMA, device="cuda")
@@ -228,8 +243,10 @@ def test_engine_step_by_step(llm: LLM) -> None:
     prompt = llm.tokenizer.encode(TEXT)
     engine.add_request("a", prompt, SamplingParams(max_tokens=3))
     engine.add_request("b", prompt[:2], SamplingParams(max_tokens=30))
-    with pytest.raises(ValueError, match="in use"):
+    with pytest.raises(UsageError, match="in use"):
         engine.add_request("a", prompt)
+    with pytest.raises(UsageError, match="abort takes a list of request ids, got the text 'ab'"):
+        engine.abort("ab")
     for wrong, message in (
         ((None, prompt), "a text as its id"),
         (("c", prompt, None, "high"), "an integer as its priority"),

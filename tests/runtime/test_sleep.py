@@ -153,7 +153,7 @@ def test_refusals(make: Callable[..., LLM]) -> None:
         with pytest.raises(UsageError, match="level must be 1 or 2"):
             engine.sleep(level)  # type: ignore[arg-type]
     engine.wake_up()
-    with pytest.raises(UsageError, match="unknown parts kv; known: weights, kv_cache"):
+    with pytest.raises(UsageError, match="parts must be a list of some of weights, kv_cache; got kv"):
         engine.wake_up(["kv"])  # type: ignore[list-item]
     engine.sleep()
     with pytest.raises(UsageError, match="the engine sleeps already: call wake_up first"):
