@@ -138,6 +138,8 @@ class Policy:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise PolicyError(f"policy {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"policy {path}: not UTF-8 text: {error}") from error
         try:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except ValueError as error:

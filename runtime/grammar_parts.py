@@ -76,7 +76,7 @@ def tag_grammar(tags: Sequence[Tag], added: Collection[str]) -> str:
     for i, tag in enumerate(tags):
         head = f"TEXT {text_part(tag.trigger)}"
         if not tag.trigger.startswith(tuple(added)):
-            lines.append(f"head_{i}[lazy]: TEXT {json.dumps(tag.trigger, ensure_ascii=False)}")
+            lines.append(f"head_{i}[lazy]: TEXT {quoted(tag.trigger)}")
             head = f"head_{i}"
         rest, end = text_part(tag.begin.removeprefix(tag.trigger)), text_part(tag.end)
         lines.append(f"tag_{i}: {head} {rest} %json {tag.schema} {end}")
@@ -87,9 +87,14 @@ _PART = re.compile(r'@(?P<kind>text|until|free|tags)\((?P<texts>"(?:\\.|[^"\\])*
 """Parts of rules that depend on the tokenizer."""
 
 
+def quoted(text: str) -> str:
+    """A text in quotes. Characters stand as they are, but for controls, which the dialect refuses: of these JSON leaves one as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def text_part(text: str) -> str:
     """A part of a grammar's rule: this text as the model's tokenizer has it, by the added tokens in it, which quoted text never matches."""
-    return f"@text({json.dumps(text, ensure_ascii=False)})"
+    return f"@text({quoted(text)})"
 
 
 def until_part(end: str, *never: str) -> str:
@@ -109,7 +114,7 @@ def tags_part(structural_tag: Mapping[str, Any] | str) -> str:
 
 
 def _quoted(*texts: str) -> str:
-    return ", ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return ", ".join(map(quoted, texts))
 
 
 def resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
@@ -120,10 +125,7 @@ def resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
 
     def written(text: str) -> str:
         pieces = [piece for piece in (token.split(text) if token else [text]) if piece]
-        return " ".join(
-            f"<[{added[piece]}]>" if piece in added else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
-        )
+        return " ".join(f"<[{added[piece]}]>" if piece in added else quoted(piece) for piece in pieces)
 
     def without(texts: Sequence[str]) -> str:
         """A terminal: text in which these do not stand, as other text has no added tokens."""
@@ -144,7 +146,7 @@ def resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
         if token and token.match(text):  # spelled in characters, it would be read as the same
             return f"{without(texts)} {written(text)}"
         body = without(never)
-        rules.append(f"until_{len(rules)}[suffix={json.dumps(text, ensure_ascii=False)}]: {body}")
+        rules.append(f"until_{len(rules)}[suffix={quoted(text)}]: {body}")
         return rules[-1].partition("[")[0]
 
     return "\n".join([_PART.sub(replaced, grammar), *rules])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.grammar_parts import parse_tags, resolve_parts, tag_grammar
+from gristmill.runtime.grammar_parts import parse_tags, quoted, resolve_parts, tag_grammar
 from gristmill.runtime.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class GrammarCompiler:
                 )
             else:
                 # One terminal: as a rule, each option would be an item of the parser, which takes some hundreds.
-                options = " | ".join(json.dumps(option, ensure_ascii=False) for option in output.choice or ())
+                options = " | ".join(map(quoted, output.choice or ()))
                 text = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
         except ValueError as error:
             raise UsageError(f"the structured output cannot be compiled: {error}") from error

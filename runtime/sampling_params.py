@@ -260,7 +260,7 @@ def check_memory(memory: int | float | None) -> None:
 
 def is_seconds(value: object) -> bool:
     """Whether a value is a number of at least 0, which may be infinite."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(value >= 0)
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(float(value) >= 0)
 
 
 def check_timeout(timeout: float | None) -> None:

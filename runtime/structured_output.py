@@ -4,6 +4,7 @@ follows it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class StructuredOutput:
             )
         elif name == "structural_tag":
             parse_tags(value)
+        elif name == "json_schema":
+            _require_json(value)
 
     @property
     def own_grammar(self) -> bool:
@@ -63,6 +66,17 @@ class StructuredOutput:
     def of(cls, values: Mapping[str, Any]) -> StructuredOutput:
         """From a mapping with one of its fields. UsageError: it has another."""
         return cls(**require_fields(cls, values, "structured output"))
+
+
+def _require_json(schema: Mapping[str, Any] | str) -> None:
+    """UsageError: it is no JSON. What stands in a grammar must be one value, or it would be read as rules."""
+    try:
+        if isinstance(schema, str):
+            json.loads(schema)
+        else:
+            json.dumps(dict(schema), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"json_schema is not JSON: {error}") from error
 
 
 _MAPPINGS = ("json_schema", "structural_tag")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,5 +103,12 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not Path(value).is_file():
                 raise UsageError(f"{name}: there is no file {value}")
+        if self.tls_certificate is not None and self.tls_key is not None:
+            try:  # before the model is loaded
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key)
+            except OSError as error:
+                raise UsageError(
+                    f"tls_certificate {self.tls_certificate} and tls_key {self.tls_key} are not a certificate and its key in PEM: {error}"
+                ) from error
         if isinstance(self.cors_origins, str) or isinstance(self.served_model_name, str):
             raise UsageError("cors_origins and served_model_name are lists of texts")

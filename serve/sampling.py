@@ -156,7 +156,7 @@ def _check_replaced(request: SamplingFields) -> None:
         ("guided_choice", request.guided_choice, "structured_outputs"),
         ("guided_grammar", request.guided_grammar, "structured_outputs"),
     ):
-        if given:
+        if given is not None:
             raise ApiError(400, f"{name} is not supported: use {other}", param=name)
 
 

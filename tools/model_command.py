@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +56,22 @@ model_option = click.option(
 )
 
 
-def load_llm(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: Any) -> LLM:
-    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read.
-    defaults: of the engine's options that are not given."""
+def load_llm(
+    options: dict[str, Any],
+    quiet: bool,
+    text: bool = False,
+    chat: Mapping[str, str | None] | None = None,
+    **defaults: Any,
+) -> LLM:
+    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read; with `chat`,
+    arguments of `Chat`, they are conversations, and so is a missing or wrong template. defaults: of the engine's options that are not given."""
     with console.err().status(f"loading {options['model']}") if not quiet else nullcontext() as line:
+        from gristmill.runtime.chat.chat import Chat
         from gristmill.runtime.hub import local_model
         from gristmill.runtime.llm import LLM
         from gristmill.runtime.loader.config import open_checkpoint
         from gristmill.runtime.progress import no_bar
+        from gristmill.runtime.tokenizer import Tokenizer
         from gristmill.tools.declared_options import config_of
 
         config = config_of(options, **defaults)
@@ -76,5 +85,7 @@ def load_llm(options: dict[str, Any], quiet: bool, text: bool = False, **default
         if text:
             checkpoint.config()  # of a path that is no model, the better error
             checkpoint.tokenizer()
+        if chat is not None:
+            Chat(checkpoint, Tokenizer(checkpoint), **chat).require_template()
     with no_bar() if quiet else nullcontext():
         return LLM.from_config(checkpoint, config)

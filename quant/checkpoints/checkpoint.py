@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from gristmill.quant.checkpoints.chat_files import ChatFiles
+from gristmill.quant.checkpoints.files import lfs_hint
 from gristmill.quant.errors import ConfigError
 from gristmill.quant.formats import Source
 
@@ -65,4 +66,4 @@ def read_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception for a file it cannot read
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}{lfs_hint(path)}") from error

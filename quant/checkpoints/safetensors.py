@@ -23,12 +23,13 @@ from torch import Tensor
 from gristmill.quant.checkpoints import tekken
 from gristmill.quant.checkpoints.chat_files import ChatFiles, directory_chat_files
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_tokenizer
-from gristmill.quant.checkpoints.files import read_json
+from gristmill.quant.checkpoints.files import lfs_hint, read_json
 from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import checkpoint_formats
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 MAX_HEADER = 100 << 20
 """The maximum size of a header in the format, in bytes."""
 
@@ -103,7 +104,9 @@ class SafetensorsCheckpoint:
             )
         file = self.path / "config.json"
         if not file.is_file():
-            raise ConfigError(f"{self.path} has no config.json: not a Hugging Face model directory")
+            raise ConfigError(
+                f"{self.path} has no config.json: not a Hugging Face model directory{self._adapter()}"
+            )
         data, generation = read_json(file), self.path / "generation_config.json"
         data = {**data, "quantization_config": self._quantization(data, file)}
         return data, read_json(generation) if generation.is_file() else {}, str(file)
@@ -198,6 +201,12 @@ class SafetensorsCheckpoint:
             return {"quant_method": beside[0].name, **read_json(self.path / str(beside[0].sidecar))}
         return None
 
+    def _adapter(self) -> str:
+        """What is to be said of a directory that holds an adapter of PEFT instead of a model; else \"\"."""
+        if not (self.path / ADAPTER).is_file():
+            return ""
+        return f"; its {ADAPTER} is of an adapter (LoRA), which is not loaded: merge it into its base model (merge_and_unload of peft)"
+
     def _index(self) -> dict[str, str]:
         """Tensor -> file; of files that no index describes, "" or "/..." -> file."""
         index = self.path / self.index
@@ -206,7 +215,9 @@ class SafetensorsCheckpoint:
                 return {"": self.single}
             pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
             hint = "; pickled weights are never read: convert them to safetensors" if pickled else ""
-            raise CheckpointError(f"{self.path} has neither {self.single} nor {self.index}{hint}")
+            raise CheckpointError(
+                f"{self.path} has neither {self.single} nor {self.index}{hint}{self._adapter()}"
+            )
         expected = read_json(index).get("weight_map")
         if (
             not isinstance(expected, dict)
@@ -244,7 +255,7 @@ def read_header(file: Path) -> dict[str, Entry]:
                 raise wrong(f"{size} bytes, shorter than a header's length")
             length = struct.unpack("<Q", first)[0]
             if length > min(MAX_HEADER, size - 8):
-                raise wrong(f"a header of {length} bytes in a file of {size}")
+                raise wrong(f"a header of {length} bytes in a file of {size}{lfs_hint(file)}")
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error

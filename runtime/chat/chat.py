@@ -56,6 +56,10 @@ class Chat:
         """The name of the format of messages."""
         return self._format.name
 
+    def require_template(self) -> None:
+        """UsageError: there is no template, so that no conversation can be rendered."""
+        self._template(False)
+
     def render(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> str:  # noqa: B008
         """The prompt as text.
 

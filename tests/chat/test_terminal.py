@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta, Message
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import INVALID_LOGITS, UsageError
+from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.chat import command, terminal
 from gristmill.tools.chat.session import Answer, Session, recommended
@@ -31,6 +32,7 @@ from gristmill.tools.chat.slash import Again, Leave, run_slash
 from gristmill.tools.chat.terminal import interruptible, read_question, show_answer
 from gristmill.tools.cli import cli
 from tests import forked
+from tests.runtime.oracle import LLAMA, MODELS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "docs-llama"
@@ -471,6 +473,23 @@ def test_without_a_name_the_default_model_is_taken(monkeypatch: pytest.MonkeyPat
     for given, taken in (([], "/default.gguf"), (["org/name:Q4_K_M"], "org/name:Q4_K_M")):
         result = CliRunner().invoke(cli, ["chat", *given])
         assert isinstance(result.exception, Loaded) and str(result.exception) == taken
+
+
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load(*given: object) -> None:
+        raise Loaded
+
+    monkeypatch.setattr(LLM, "from_config", load)
+    for given, expected in (
+        ([], UsageError),
+        (["--chat-template", "{% x %}"], UsageError),
+        (["--chat-template", "{{ messages }}"], Loaded),
+    ):
+        result = CliRunner().invoke(cli, ["chat", str(MODELS / LLAMA), "--device", "cpu", *given])
+        assert isinstance(result.exception, expected), result
 
 
 def test_over_a_pipe(arguments: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:

@@ -298,6 +298,7 @@ PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
         ((*PROMPT, "--policy", "/absent.toml"), "/absent.toml"),
         (("generate", "--model", MODEL), "--prompt"),
         (("generat",), "generat"),
+        (("generate", "--model", MODEL, "--prompt", "a\udcff"), "half of a surrogate pair"),
         (("eval", "--model", MODEL, "--tokens", "/absent.u16"), "cannot read /absent.u16"),
         (("eval", "--model", MODEL, "--tokens", TOKENS, "--windows", "9999"), "10238976 tokens, got"),
         (
@@ -328,6 +329,27 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def lfs_pointer(name: str) -> Callable[[Path], None]:
+    """A file as a clone has it that was made without Git LFS."""
+
+    def change(folder: Path) -> None:
+        digest = "sha256:" + 64 * "0"
+        (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid {digest}\nsize 1\n")
+
+    return change
+
+
+def adapter(*without: str) -> Callable[[Path], None]:
+    """A directory that PEFT has written, which has no model; some have the base model's config.json."""
+
+    def change(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        for name in without:
+            (folder / name).unlink()
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -346,6 +368,10 @@ def edit(**changes: Any) -> Callable[[Path], None]:
             "no parameter of the model takes: model.layers.3",
         ),
         (edit(vocab_size=4000), "must have shape [4000, 256], got [4096, 256]"),
+        *((lfs_pointer(name), "it is a pointer of Git LFS") for name in ("config.json", "tokenizer.json")),
+        (lfs_pointer("model-00001-of-00002.safetensors"), "it is a pointer of Git LFS"),
+        (adapter("model.safetensors.index.json"), "is of an adapter (LoRA), which is not loaded: merge it"),
+        (adapter("model.safetensors.index.json", "config.json"), "is of an adapter (LoRA)"),
     ],
 )
 def test_a_damaged_directory_is_one_line_and_exit_2(
@@ -364,10 +390,11 @@ def test_a_damaged_directory_is_one_line_and_exit_2(
         ("strict", "policy "),
         ('cpu_level = "avx1024"', "cpu_level 'avx1024': this CPU runs"),
         ('strict = true\nexclude = ["*"]', "no kernel for"),
+        ("\xff", "policy.toml: not UTF-8 text: "),
     ],
 )
 def test_a_wrong_policy_is_one_line_and_exit_2(
     gristmill: Command, tmp_path: Path, text: str, message: str
 ) -> None:
-    (tmp_path / "policy.toml").write_text(text)
+    (tmp_path / "policy.toml").write_text(text, encoding="latin-1")
     mistake(gristmill(*PROMPT, "--json", "--policy", str(tmp_path / "policy.toml")), message)

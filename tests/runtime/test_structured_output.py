@@ -15,6 +15,8 @@ import pytest
 
 from gristmill.runtime import grammars, logits_processors
 from gristmill.runtime.async_engine import AsyncEngine
+from gristmill.runtime.chat.conversation import ChatOptions
+from gristmill.runtime.chat.formats._structure import after_thought, thought_rule
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.grammars import Grammar, GrammarCompiler
 from gristmill.runtime.llm import LLM
@@ -190,6 +192,10 @@ def test_async_engine_compiles_beside_the_event_loop(shared: Callable[..., LLM])
         ({"choice": [""]}, "choice must be texts"),
         ({"regex": 5}, "regex must be text, got 5"),
         ({"json_schema": [1]}, "json_schema must be a mapping or text"),
+        ({"json_schema": "{"}, "json_schema is not JSON: Expecting"),
+        ({"json_schema": '{"type": "string"}\nstart: "a"'}, "json_schema is not JSON: Extra data"),
+        ({"json_schema": {"const": {1}}}, "json_schema is not JSON: Object of type set"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema is not JSON: Out of range float"),
     ],
 )
 def test_wishes_are_checked(wish: dict[str, Any], message: str) -> None:
@@ -214,7 +220,6 @@ def test_what_cannot_be_compiled_or_combined(
     for wish, message in (
         (StructuredOutput(regex="[ab"), "unclosed character class"),
         (StructuredOutput(json_schema={"type": "nope"}), "Invalid type: nope"),
-        (StructuredOutput(json_schema="{"), "cannot be compiled"),
         (StructuredOutput(grammar='start: "a" | foo'), 'unknown name: "foo"'),
     ):
         with pytest.raises(UsageError, match=message):
@@ -280,6 +285,20 @@ def test_time_counts_by_tokens(compiler: GrammarCompiler, monkeypatch: pytest.Mo
         for _ in range(30 if seconds < 0.05 else 1):
             grammar.consume([])
         assert grammar.failed is ends
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_choices_of_every_control_character(compiler: GrammarCompiler, thinks: bool) -> None:
+    """The dialect refuses some of them as they are, which JSON does not write otherwise."""
+    tokenizer = Tokenizer(oracle.MODELS / LLAMA)
+    choices = [f"a{chr(code)}b" for code in (*range(32), 127, 128, 0x2028)]
+    output = StructuredOutput(choice=choices)
+    if thinks:
+        output = after_thought(output, thought_rule(("<think>", "</think>"), ChatOptions(), ""))
+    grammar = compiler.compile(output)
+    for one in choices:
+        ids = tokenizer.encode(one, add_special_tokens=False)
+        assert grammar.allowed(ids) == len(ids), repr(one)
 
 
 def test_thousands_of_choices(compiler: GrammarCompiler) -> None:

@@ -152,6 +152,7 @@ def test_async_client_and_cancellation(url: str) -> None:
         ({"logit_bias": {"5": 1e300}}, 400, None),
         ({"extra_body": {"repetition_penalty": 1e-300}}, 400, None),
         ({"extra_body": {"guided_choice": ["a"]}}, 400, "guided_choice"),
+        ({"extra_body": {"guided_json": {}}}, 400, "guided_json"),
         ({"extra_body": {"functions": [{"name": "f"}]}}, 400, "functions"),
         ({"extra_body": {"structured_outputs": {"jsn": {}}}}, 400, "structured_outputs"),
     ],

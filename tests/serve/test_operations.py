@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from gristmill import LLM
+from gristmill.runtime.errors import UsageError
+from gristmill.serve.config import ServeConfig
 from tests.runtime.pooling.encoder_cases import build, write_tokenizer
 from tests.serve.scripted import ScriptedEngine
 from tests.serve.server import CHATML, MODEL, ROOT, LocalEngine, service_of, serving
@@ -36,6 +38,12 @@ def test_tls(llm: LLM, tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )  # fmt: skip
+    for wrong in (
+        {"tls_certificate": str(key), "tls_key": str(key)},
+        {"tls_certificate": __file__, "tls_key": str(key)},
+    ):
+        with pytest.raises(UsageError, match=r"are not a certificate and its key in PEM: "):
+            ServeConfig(**wrong)
     service = service_of(llm, tls_certificate=str(certificate), tls_key=str(key))
     with serving(service, lambda service: ScriptedEngine()) as url:
         assert url.startswith("https://")

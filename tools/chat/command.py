@@ -68,9 +68,9 @@ def chat(
 
     stated = given(SamplingParams, options)
     options["model"] = _named(model, as_json)
-    llm = load_llm(options, as_json or not sys.stderr.isatty(), text=True)
-    continued = ChatOptions(reasoning=think)
-    session = Session.of(llm, stated, system, continued, template=chat_template, output_format=chat_format)
+    chat = {"template": chat_template, "output_format": chat_format}
+    llm = load_llm(options, as_json or not sys.stderr.isatty(), text=True, chat=chat)
+    session = Session.of(llm, stated, system, ChatOptions(reasoning=think), **chat)
     if sys.stdin.isatty() and not as_json:
         console.err().print(f"{model or llm.path.stem}; /help lists the commands", style="dim")
         converse(session)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.grammar_parts import free_part, tags_part, text_part, until_part
+from gristmill.runtime.grammar_parts import free_part, quoted, tags_part, text_part, until_part
 from gristmill.runtime.structured_output import StructuredOutput
 
 
@@ -216,7 +216,7 @@ def _answer_rule(wanted: StructuredOutput, never: tuple[str, ...] = ()) -> str:
                 raise UsageError(
                     f"the choice {one!r} cannot stand beside tools: it begins like a call of one"
                 )
-        return "answer: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+        return "answer: " + " | ".join(map(quoted, wanted.choice))
     if wanted.regex is not None:
         regex = f"/{_SLASH.sub(_escaped, wanted.regex)}/"
         if never:
