@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill import LLM
+from tests.patient_clients import clients_are_patient  # noqa: F401
 from tests.serve.server import MODEL, LocalEngine, service_of, serving, until_ready
 
 

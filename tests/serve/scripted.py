@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class ScriptedEngine:
 
     Attributes:
         active: requests that have not ended; left: those whose caller has left before the end.
+        go_on: while it is not set, requests get one chunk each. It is, unless a test clears it.
         whole: whether each request so far wanted one chunk of each completion.
     """
 
@@ -42,6 +44,8 @@ class ScriptedEngine:
         self._script, self._seconds = script, seconds
         self.active = self.left = 0
         self.whole: list[bool] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     async def stream(
         self,
@@ -60,6 +64,8 @@ class ScriptedEngine:
             for chunk in self._script(prompt, params or SamplingParams()):
                 await asyncio.sleep(self._seconds)
                 yield chunk
+                while not self.go_on.is_set():
+                    await asyncio.sleep(0.005)
             ended = True
         finally:
             self.active -= 1

@@ -66,14 +66,14 @@ def serving(service: Service, load: Any) -> Iterator[str]:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    begun.wait(30)
+    begun.wait(60)
     if failures:
         raise failures[0]
     try:
         yield urls[0]
     finally:
         loops[0].call_soon_threadsafe(server.stop)
-        thread.join(20)
+        thread.join(60)
         if failures:
             raise failures[0]
         if thread.is_alive():
@@ -82,7 +82,7 @@ def serving(service: Service, load: Any) -> Iterator[str]:
 
 def until_ready(service: Service) -> None:
     """Wait for the engine, which a server loads after it listens."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while service.engine is None:
         if time.monotonic() > end:
             raise TimeoutError("the server has no engine")

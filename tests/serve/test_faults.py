@@ -31,7 +31,7 @@ def test_an_engine_that_is_killed_is_started_again_and_given_up_when_it_keeps_dy
     with command(log, str(MODEL), *options, "--chat-template", CHATML, own=True) as (url, process):
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
         [engine] = children(process.pid)
-        body = {"prompt": "The function", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"prompt": "The function", "max_tokens": 3900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")

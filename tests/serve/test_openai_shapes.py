@@ -97,7 +97,7 @@ def scripted() -> Iterator[Stage]:
 @pytest.fixture(scope="module")
 def client(scripted: Stage) -> Iterator[openai.OpenAI]:
     """A client."""
-    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=20) as one:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=60) as one:
         yield one
 
 

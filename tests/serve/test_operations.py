@@ -77,7 +77,7 @@ def test_a_clock_that_jumps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         answer = httpx.post(f"{url}/v1/completions", json={**ASK, "max_tokens": 20, "stream": True})
         assert answer.text.endswith("data: [DONE]\n\n")
     assert engine.left == 0
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
 
 
 @pytest.mark.parametrize("stream", [True, False])

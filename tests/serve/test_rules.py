@@ -143,7 +143,7 @@ def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
                 % (len(body), body)
             )
-            wait_for(lambda: engine.active == 1)
+            wait_for(lambda: len(engine.whole) == 1)
             assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
             wait_for(lambda: engine.active == 0)
             assert engine.left == 1
@@ -162,7 +162,7 @@ def test_a_body_that_does_not_come(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     with serving(service_of(llm), lambda service: ScriptedEngine()) as url:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as client:
+        with socket.create_connection((host, int(port)), timeout=60) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             assert client.recv(1000).startswith(b"HTTP/1.1 408")
 
@@ -170,20 +170,26 @@ def test_a_body_that_does_not_come(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stream_that_waits_gets_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that proxies do not close it; clients ignore them."""
     monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.2)
-    engine = ScriptedEngine(seconds=1.5)
+    engine = ScriptedEngine()
+    engine.go_on.clear()
     with serving(service_of(llm), lambda service: engine) as url:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
-        answer = httpx.post(
-            f"{url}/v1/completions", json={**ASK, "max_tokens": 2, "stream": True}, timeout=20
-        )
-        assert ": waiting\n\n" in answer.text
-        assert answer.text.endswith("data: [DONE]\n\n")
+        body = {**ASK, "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            text = ""
+            for part in answer.iter_text():
+                text += part
+                if ": waiting\n\n" in text:
+                    engine.go_on.set()
+        assert ": waiting\n\n" in text
+        assert text.endswith("data: [DONE]\n\n")
 
 
 def test_draining(llm: LLM) -> None:
     """New requests get 503, running ones end, then the server does; the log says so without their text."""
-    engine = ScriptedEngine(seconds=0.05)
-    service = service_of(llm)
+    engine = ScriptedEngine()
+    engine.go_on.clear()
+    service = service_of(llm, drain_seconds=60.0)
     answers: list[httpx.Response] = []
     with serving(service, lambda service: engine) as url:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
@@ -200,7 +206,9 @@ def test_draining(llm: LLM) -> None:
         refused = httpx.post(f"{url}/v1/completions", json=ASK)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+        assert engine.active == 1
         service.draining = False
+        threading.Timer(0.2, engine.go_on.set).start()  # when the server is about to end
     client.join()
     assert answers[0].text.endswith("data: [DONE]\n\n")
     assert engine.left == 0
