@@ -303,7 +303,7 @@ def test_trials_that_died_together_are_made_again_one_by_one(
 
 
 class Together(Worker):
-    """A worker that answers when `count` verifications wait for it, or after 20 seconds; it starts no process."""
+    """A worker that answers when `count` verifications wait for it, or after a minute; it starts no process."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Together(Worker):
             self.running += 1
             self.most = max(self.most, self.running)
         try:
-            self.barrier.wait(20)
+            self.barrier.wait(60)
         finally:
             with self.lock:
                 self.running -= 1
@@ -417,15 +417,15 @@ def test_a_patient_thread_lets_others_go_first() -> None:
     def other() -> None:
         with workers.one():
             order.append("other")
-            time.sleep(0.05)
 
     with workers.one():
         threads = [threading.Thread(target=patient), *(threading.Thread(target=other) for _ in range(3))]
-        for thread in threads:
+        for waiting, thread in enumerate(threads):
             thread.start()
-            time.sleep(0.02)
+            while len(workers._changed._waiters) <= waiting:  # type: ignore[attr-defined]
+                time.sleep(0.001)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert order == ["other"] * 3 + ["patient"]
 
 

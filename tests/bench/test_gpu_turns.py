@@ -18,7 +18,7 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     def beside(first: bool) -> None:
         if first:
             with turn(tmp_path, alone=False):
-                together.wait(timeout=20)  # three at once, before any thread asks to be alone
+                together.wait(timeout=60)  # three at once, before any thread asks to be alone
         while not result.is_set():
             with turn(tmp_path, alone=False):
                 inside.append("beside")
@@ -26,7 +26,7 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
                 inside.remove("beside")
 
     def alone() -> None:
-        together.wait(timeout=20)
+        together.wait(timeout=60)
         for _ in range(5):  # ends although the others keep coming
             with turn(tmp_path, alone=True):
                 inside.append("alone")
@@ -41,6 +41,6 @@ def test_who_is_alone_is_alone(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
         assert not thread.is_alive()
     assert inside_when_alone == [["alone"]] * 5

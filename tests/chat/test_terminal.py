@@ -432,6 +432,9 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.send("/set ignore_eos true\n")
         terminal.until("ignore_eos = True")
         terminal.until("> ")
+        terminal.send("/set max_tokens 3500\n")  # it writes for seconds
+        terminal.until("max_tokens = 3500")
+        terminal.until("> ")
         terminal.send("The index\n")
         terminal.until("The index\n")
         terminal.more(20)
@@ -451,7 +454,7 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.until("4 messages in")
         terminal.until("> ")
         terminal.send("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
     saved = json.loads((tmp_path / "saved.json").read_text())

@@ -66,7 +66,7 @@ def test_all_processes_are_heard_at_once() -> None:
     said = threading.Event()
 
     def first() -> None:
-        said.wait(20)
+        said.wait(60)
         pipes[0][1].send(("loaded",))
 
     def second() -> None:
@@ -77,7 +77,7 @@ def test_all_processes_are_heard_at_once() -> None:
 
     for work in (first, second):
         threading.Thread(target=work, daemon=True).start()
-    loading.await_loaded(children, 20, lambda *progress: told.append(progress))
+    loading.await_loaded(children, 60, lambda *progress: told.append(progress))
     assert told == [(1, "weights", done, 20_000) for done in range(20_000)]
 
 

@@ -49,10 +49,10 @@ def test_matches_as_re(text: str, matches: bool) -> None:
     ],
 )
 def test_could_take_forever(text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(FormatError, match="^ignore: matching .* could take forever"):
         expression(text, "ignore")
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel import rank_processes
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.sampling_params import SamplingParams
@@ -147,22 +148,26 @@ def test_experts_and_latent_attention_on_two_ranks(make: Callable[..., LLM]) -> 
     assert all(map(is_gone, pids(ranks))), "no process is left"
 
 
-def test_a_dead_rank_and_a_sleeping_one_are_named_and_replaced(llama: LLM) -> None:
+def test_a_dead_rank_and_a_sleeping_one_are_named_and_replaced(
+    llama: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt, runner = oracle.prompts()[5], runner_of(llama)
     expected = llama.generate([prompt], PARAMS[0])[0].token_ids
-    for sent, within, message in (
-        (signal.SIGKILL, 10.0, r"rank 1 died \(SIGKILL\): 'collect' failed, all ranks were ended"),
-        (signal.SIGSTOP, 12.0, r"rank 1 did not answer 'collect' within 2 s; all ranks were ended"),
+    for sent, timeout, message in (
+        (signal.SIGKILL, 1000.0, r"rank 1 died \(SIGKILL\): 'collect' failed, all ranks were ended"),
+        (signal.SIGSTOP, 2.0, r"rank 1 did not answer 'collect' within 2 s; all ranks were ended"),
     ):
         before = pids(llama)
         stream = llama.stream([prompt], SamplingParams(max_tokens=64))
         next(stream)
-        runner.ranks = replace(runner.ranks, timeout=2.0)
+        runner.ranks = replace(runner.ranks, timeout=timeout)
+        # A busy machine may take a while until a status is known; who is stopped says nothing, however long one waits.
+        monkeypatch.setattr(rank_processes, "GRACE", 30.0 if sent is signal.SIGKILL else 0.5)
         os.kill(before[1], sent)
         begin = time.monotonic()
         with pytest.raises(RankError, match=message):
             list(stream)
-        assert time.monotonic() - begin < within
+        assert time.monotonic() - begin < 60
         assert all(map(is_gone, before)), "all ranks were ended"
         assert not llama.engine.has_unfinished()
         runner.ranks = replace(runner.ranks, timeout=60.0)
@@ -193,8 +198,6 @@ def test_plans_that_differ_are_found() -> None:
 def test_a_rank_that_fails_while_it_loads(
     sent: signal.Signals, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gristmill.runtime.parallel import rank_processes
-
     started: list[int] = []
     spawn = rank_processes.spawn
 
