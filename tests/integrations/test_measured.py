@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from gristmill.autotune import clock
 from gristmill.integrations import measured
 from gristmill.integrations.measured import SIZES, Call, Case, Comparison, compare, times_file
 from gristmill.kernel_registry.kernel import Kernel
@@ -18,16 +18,29 @@ CPU = torch.device("cpu")
 CASE = Case("int4_g128", 64, 256, torch.float32, "planted", "1.0 Method")
 
 
+TIME = [0.0]
+"""Seconds: products take as many as a test says, whatever this machine takes for them."""
+MILLISECOND = 1e-3
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, policy_file: Callable[..., object]) -> None:
     policy_file()
+    without_bias = measured.Product.without_bias
+
+    def a_millisecond(self: measured.Product, x: Tensor) -> Tensor:
+        TIME[0] += MILLISECOND
+        return without_bias(self, x)
+
+    monkeypatch.setattr(clock, "now", lambda: TIME[0])
+    monkeypatch.setattr(measured.Product, "without_bias", a_millisecond)
     monkeypatch.setattr(measured, "_KNOWN", {})
     monkeypatch.setattr(measured, "list_count", lambda size, device: 2)
     monkeypatch.setattr(measured, "ROUNDS", 2)
 
 
 class Host:
-    """A host whose product takes `seconds`, and counts how often it is made."""
+    """A host whose product takes `seconds` more than ours, and counts how often it is made."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.made = seconds, 0
@@ -36,7 +49,7 @@ class Host:
         self.made += 1
 
         def product(x: Tensor) -> Tensor:
-            time.sleep(self.seconds)
+            TIME[0] += MILLISECOND + self.seconds
             return x.new_empty(len(x), CASE.n)
 
         return product
@@ -46,7 +59,7 @@ def test_a_slow_host_loses_and_the_next_start_measures_nothing(monkeypatch: pyte
     host = Host(0.05)
     found = compare(CASE, CPU, host)
     assert found.ahead and host.made == 2
-    assert all(theirs >= 5e4 > ours for ours, theirs in found.times.values()), str(found)
+    assert all(times == pytest.approx((1e3, 51e3)) for times in found.times.values()), str(found)
     assert compare(CASE, CPU, host) is found
 
     measured._KNOWN.clear()
@@ -65,12 +78,14 @@ def test_a_fast_host_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     call = measured.Product.without_bias
 
     def planted(self: measured.Product, x: Tensor) -> Tensor:
-        time.sleep(0.02)
+        TIME[0] += 0.02
         return call(self, x)
 
     monkeypatch.setattr(measured.Product, "without_bias", planted)
     found = compare(CASE, CPU, Host(0))
-    assert not found.ahead and all(ours > theirs for ours, theirs in found.times.values()), str(found)
+    assert not found.ahead and all(times == pytest.approx((21e3, 1e3)) for times in found.times.values()), (
+        str(found)
+    )
 
 
 @pytest.mark.parametrize(
