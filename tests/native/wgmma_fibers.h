@@ -17,12 +17,14 @@ struct int4 {
 };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
+#ifndef GM_OTHER_BOXES  // a source that defines it has tensors of its own, and copies of their boxes
 // Rows [rows, heads, dim] of 16-bit elements, of which TMA copies 128 rows of 64 elements of a head. Strides are in elements.
 struct CUtensorMap {
   const uint16_t* base;
   int dim, heads, rows;
   int64_t head_stride, row_stride;
 };
+#endif
 
 inline uint32_t __ballot_sync(uint32_t, bool value) { return gm::ballot(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(int(value)); }
@@ -105,6 +107,7 @@ inline void bar_sync(int id, int threads) {
 }
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+#ifndef GM_OTHER_BOXES
 inline void tma_load(uint32_t dst, const CUtensorMap* map, int x, int head, int row, uint32_t bar) {
   const auto copy = [=] {
     for (int r = 0; r < 128; ++r)
@@ -124,6 +127,7 @@ inline void tma_load(uint32_t dst, const CUtensorMap* map, int x, int head, int 
   else
     copy();
 }
+#endif
 
 // Products of warpgroups, whose descriptors are the kernel's.
 enum Major : int { kMajorK, kMajorMN };

@@ -20,6 +20,7 @@
 #include "params.h"
 #ifdef __CUDACC__
 #include "linear/frag16_sm90/wgmma_rows.cuh"
+#include "moe/grouped_linear/dense_sm90/store_16.cuh"
 #include "sm90/tma.cuh"
 
 namespace gm::dense {
@@ -172,12 +173,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&sums)[S::kB
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const int row = first_row + i * 16;
-      // As PTX: the compiler would split an assignment under this condition into four stores.
       if (there && row < kChunk * 8 && m + row < out.end)
-        asm volatile(
-            "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.out_n)),
-            "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
-            : "memory");
+        store_16(to + i * 16 * static_cast<int64_t>(p.out_n), words[i]);
     }
     const uint32_t written = out.buffer;
     out.buffer = out.other, out.other = written;
@@ -355,7 +352,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
              ++h) {  // rows r and r + 8 of the warp's 16, which with `gated` are gate and up
           const int r = lane >> 2, w = warp & 3;
           const int n = out.n0 + b * columns + (p.gated ? w * 8 + r : w * 16 + h * 8 + r);
-          if (n < p.out_n) bias[b][h] = static_cast<float>(of_expert[n + (p.gated ? h * p.out_n : 0)]);
+          if (n < p.out_n) bias[b][h] = Num<T>::to_float(of_expert[n + (p.gated ? h * p.out_n : 0)]);
         }
     }
     const int signal = kLags && p.lag > 0 && group == 0 && count == 0 ? min(p.lag, mine) - 1 : -1;
