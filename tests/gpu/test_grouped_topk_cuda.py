@@ -70,12 +70,13 @@ def logits_of(
         "infinities": torch.where(odds < 0.2, INF, torch.where(odds < 0.6, -INF, noise.round())),
         "all -inf": torch.full_like(noise, -INF),
         "saturated": 40 * noise.sign() + noise,
+        "close": noise.round() + odds.mul(4).floor() * 2**-18,  # too close for the tags of experts
         "tiny": -88 + noise.round() / 4,
     }[kind]
     return logits.to(dtype)
 
 
-KINDS = ("random", "ties", "zeros", "nan", "all nan", "infinities", "all -inf", "saturated", "tiny")
+KINDS = ("random", "ties", "close", "zeros", "nan", "all nan", "infinities", "all -inf", "saturated", "tiny")
 
 
 def bias_of(experts: int, seed: int = 0) -> torch.Tensor:
@@ -144,7 +145,7 @@ def test_every_shape(
     kernel: Kernel, experts: int, top_k: int, n_group: int, topk_group: int, dtype: torch.dtype
 ) -> None:
     """All kinds of logits in turn, both scores, with and without a bias, blocks of every size, any number of rows."""
-    counts, warps = (1, 7, 257, 33, 64, 2, 300, 5, 129), (1, 2, 4, 3)
+    counts, warps = (1, 7, 65, 257, 33, 64, 2, 300, 5, 129), (1, 2, 4, 3)
     for i, kind in enumerate(KINDS):
         logits = logits_of(counts[i], experts, i, dtype, kind)
         for j, scoring in enumerate(("sigmoid", "softmax")):

@@ -23,6 +23,7 @@ inline int64_t first_row(int warps) { return block() * warps; }
 // Those of _warp.cuh that differ from cluster_fibers.h, or that it does not have.
 namespace topk {
 
+inline int in_register(int v) { return v; }
 inline void warp_sync() {
   if (fibers::fault != 4) gm::warp_sync();
 }

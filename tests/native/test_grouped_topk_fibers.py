@@ -62,12 +62,25 @@ def logits_of(kind: str, rows: int, experts: int, seed: int, dtype: torch.dtype)
         "infinities": torch.where(odds < 0.2, INF, torch.where(odds < 0.6, -INF, noise.round())),
         "all -inf": torch.full((rows, experts), -INF),
         "saturated": 40 * noise.sign() + noise,
+        "close": noise.round() + odds.mul(4).floor() * 2**-18,  # too close for the tags of experts
         "tiny": -88 + noise.round() / 4,  # scores that are denormal
     }[kind]
     return logits.to(dtype)
 
 
-KINDS = ("random", "ties", "equal", "zeros", "nan", "all nan", "infinities", "all -inf", "saturated", "tiny")
+KINDS = (
+    "random",
+    "ties",
+    "close",
+    "equal",
+    "zeros",
+    "nan",
+    "all nan",
+    "infinities",
+    "all -inf",
+    "saturated",
+    "tiny",
+)
 
 
 def differs(

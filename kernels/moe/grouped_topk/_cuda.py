@@ -58,7 +58,7 @@ def kernel(module: str, name: str, requires: Requirement, priority: int, overlap
         language="cuda",
         target=f"{module}:launch",
         requires=requires,
-        summary="a warp per token: its experts in registers, sorted by lane, then reductions of 32 bits and ballots",
+        summary="a warp per token: its experts in registers, sorted by lane, then a reduction of 32 bits for each place",
         accepts=accepts,
         config=config,
         space=space,

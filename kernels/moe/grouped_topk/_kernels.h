@@ -12,12 +12,13 @@
 template <typename T, int kEach>
 __device__ __forceinline__ void grouped_topk(const gm::topk::Params& p) {
   __shared__ gm::topk::Scratch<kEach> scratch[gm::topk::kWarps];
+  const int64_t row = gm::first_row(blockDim.x / 32) + gm::warp();
+  gm::topk::Row<T, kEach> one(p, scratch[gm::warp()], row);
 #ifdef GM_OVERLAP
   gm::griddepcontrol_launch_dependents();
   gm::griddepcontrol_wait();
 #endif
-  const int64_t row = gm::first_row(blockDim.x / 32) + gm::warp();
-  if (row < p.rows) gm::topk::Row<T, kEach>(p, scratch[gm::warp()], row).run();
+  if (row < p.rows) one.run();
 }
 
 #define GM_ROWS(name, type, each)                                          \

@@ -17,7 +17,6 @@ struct Params {
   int group_size;
   int lanes_shift;  // 1 << lanes_shift whole lanes have the experts of a group; -1: no such number
   int scan_shift;   // 1 << scan_shift lanes read a group from shared memory
-  int width;        // the lanes that have a weight: a power of two
   int vectors;  // 1: loads of several logits, and of four biases, are aligned; lanes have kEach experts or none
   int sigmoid, renormalize;
   float scale;
@@ -46,8 +45,6 @@ Params params_of(const Call& call, int bytes) {
     if (p.group_size == each << shift) p.lanes_shift = shift;
   p.scan_shift = 5;
   while (groups << p.scan_shift > 32) --p.scan_shift;
-  p.width = 1;
-  while (p.width < 32 && p.width < p.top_k) p.width *= 2;
   const int load = each % (16 / bytes) ? each % (16 / bytes) : 16 / bytes;
   const auto at = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
   p.vectors = p.experts % each == 0 && p.stride % load == 0 && at(p.logits) % (load * bytes) == 0 &&

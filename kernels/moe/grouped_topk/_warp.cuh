@@ -15,6 +15,12 @@ GM_DEVICE int lane() { return int(threadIdx.x & 31); }
 GM_DEVICE int warp() { return int(threadIdx.x >> 5); }
 GM_DEVICE int64_t first_row(int warps) { return int64_t(blockIdx.x) * warps; }
 
+// The same value, which the compiler then keeps in a register.
+GM_DEVICE int in_register(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 GM_DEVICE void warp_sync() { __syncwarp(); }
 GM_DEVICE uint32_t ballot(bool v) { return __ballot_sync(kAll, v); }
 GM_DEVICE uint32_t shuffle(uint32_t v, int from) { return __shfl_sync(kAll, v, from); }
