@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.bench.result_text import rounded
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
 from lab import peers as package
 from lab.peers import adapter
 from lab.peers.adapter import Peer
@@ -51,12 +53,20 @@ def arguments(
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell starts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--others", type=int, default=2, help="our kernels beside the selected one")
+    parser.add_argument(
+        "--configurations",
+        default="",
+        help="kernels of ours, by commas, of which every configuration is a candidate",
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dry", action="store_true", help="tiny problems on the CPU")
     parser.add_argument("--json", action="store_true", help="print the content of the result file")
     options = parser.parse_args(argv)
     if options.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
+    ours = {kernel.name for kernel in default_registry().all_kernels()}
+    if unknown := sorted({name for name in options.configurations.split(",") if name} - ours):
+        parser.error(f"no kernels {', '.join(unknown)}")
     for name, there in (("groups", all_groups), ("peers", known)):
         chosen = [one for one in getattr(options, name).split(",") if one]
         if unknown := sorted({*chosen} - {*there}):
@@ -121,6 +131,8 @@ def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = N
 def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """The exit status, and the content of the result file; {} if there is none."""
     settings = DRY if options.dry else Settings(options.device, options.rounds, options.others)
+    names = tuple(name for name in options.configurations.split(",") if name)
+    settings = replace(settings, configurations=names)
     chosen = [group.dry if options.dry else group for group in options.groups.values()]
     absent = {name: peer.absence for name, peer in options.peers.items()}
     here = [peer for name, peer in options.peers.items() if not absent[name]]

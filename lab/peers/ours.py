@@ -72,9 +72,7 @@ class Selection:
         plan = self.plans.bind_packed(static, layouts)
         size = problem.integer(op.bucket) if op.bucket else 1
         entry = plan.entry(size)
-        kernel, bucket = resolver.kernel(op, entry.kernel), bucket_index(size)
-        bound = BUCKETS[bucket] if bucket < len(BUCKETS) else cdiv(size, LARGE_STEP) * LARGE_STEP
-        largest = op.at_bucket(static, bound)
+        kernel, bucket, largest = resolver.kernel(op, entry.kernel), bucket_index(size), _largest(op, problem)
         found = [Choice(kernel, dict(entry.config), entry.layout, entry.source, largest)]
         at = op.at_bucket(static, bucket_sizes()[bucket])
         for candidate in resolver.select(op, at, layouts).candidates:
@@ -84,6 +82,25 @@ class Selection:
                 layout = next((name for name in kernel.layouts if name in (layouts or ())), None)
                 found.append(Choice(kernel, dict(candidate.config or {}), layout, "other", largest))
         return found
+
+    def configurations(self, op: Op, problem: Problem, name: str) -> list[Choice]:
+        """Every configuration of a kernel, its default one if it has no others, whatever it was verified for; none where it cannot run."""
+        kernel = next((one for one in default_registry().all_kernels() if one.name == name), None)
+        resolver = self.plans.resolver
+        if kernel is None or kernel.op != op.name or kernel.why_not(problem, resolver.target, resolver.build):
+            return []
+        space = kernel.space(problem, resolver.target) if kernel.space else ()
+        configs = list(space) or [kernel.config(problem, resolver.target)]
+        layout, largest = next(iter(kernel.layouts), None), _largest(op, problem)
+        return [Choice(kernel, dict(config), layout, "configuration", largest) for config in configs]
+
+
+def _largest(op: Op, problem: Problem) -> Problem:
+    """The largest problem that the plan of a layer serves as it serves this one."""
+    size = problem.integer(op.bucket) if op.bucket else 1
+    bucket = bucket_index(size)
+    bound = BUCKETS[bucket] if bucket < len(BUCKETS) else cdiv(size, LARGE_STEP) * LARGE_STEP
+    return op.at_bucket(op.static(problem), bound)
 
 
 def _packed(layout: str | None, problem: Problem, arguments: Arguments) -> Arguments:

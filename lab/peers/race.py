@@ -44,6 +44,7 @@ class Settings:
 
     Attributes:
         others: kernels of ours beside the selected one.
+        configurations: kernels of ours of which every configuration is a candidate, too, named by its place in the kernel's own order.
         settle: seconds of replays before the samples.
         copies: of the arguments; 0 = as many as it takes to leave the cache.
     """
@@ -51,6 +52,7 @@ class Settings:
     device: str
     rounds: int = 9
     others: int = 2
+    configurations: tuple[str, ...] = ()
     settle: float = 0.05
     copies: int = 0
 
@@ -103,6 +105,14 @@ class Race:
             row["code"] = chosen.kernel.code_hash(chosen.config)
             row["others"] = [choice.kernel.name for choice in choices[1:]]
             adapters |= {choice.kernel.name: choice.adapter for choice in choices}
+        every = {
+            f"{choice.kernel.name}/{place}": choice
+            for name in self.settings.configurations
+            for place, choice in enumerate(self.selection.configurations(op, problem, name))
+        }
+        if every:
+            adapters |= {name: choice.adapter for name, choice in every.items()}
+            row["configurations"] = {name: dict(choice.config) for name, choice in every.items()}
         ours = {*adapters}
         for peer in self.peers:
             for name, adapter in peer.of(op.name).items():

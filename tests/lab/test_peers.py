@@ -99,6 +99,18 @@ def test_right_results_are_timed_and_others_reported(tmp_path: Path, capsys) -> 
     assert "[4/4 " in printed.err and "wrong WRONG: error" in printed.err
 
 
+def test_every_configuration_of_a_kernel_is_a_candidate(tmp_path: Path, capsys) -> None:
+    """Those of kernels of other operations, or for other devices, are left out."""
+    names = "linear_cpu,linear_dense_decode_sm90,moe_cpu"
+    assert run(tmp_path / "peers.json", "--configurations", names, known={}) == 0
+    for row in read(tmp_path / "peers.json")["rows"]:
+        assert [*row["configurations"]] == ["linear_cpu/0"]
+        assert times(row)["linear_cpu/0"] > 0 and row["configurations"]["linear_cpu/0"]["level"]
+    with pytest.raises(SystemExit):
+        run(None, "--configurations", "no_such_kernel")
+    assert "no kernels no_such_kernel" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_group_runs(name: str, tmp_path: Path) -> None:
     assert run(tmp_path / "peers.json", "--groups", name, known={}) == 0
