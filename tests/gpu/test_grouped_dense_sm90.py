@@ -30,7 +30,7 @@ STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SUMS = 2e-4
 """Allowed to sums in float32 and to the activation, in sizes of a sum of as many random terms."""
 ALPHA, LIMIT = 1.702, 7.0
-OVER_SHAPES = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: "x".join(map(str, shape[:4])))
+OVER_SHAPES = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: "x".join(map(str, shape[:5])))
 COUNTS = [3, 0, 70, 1, 183, 128, 300, 8]
 
 
@@ -39,11 +39,11 @@ def choices(shape: shapes.Shape) -> list[shapes.Choice]:
 
 
 def configs(shape: shapes.Shape) -> list[dict[str, int]]:
-    """Every choice, over all multiprocessors and by one and three CTAs."""
+    """Every choice, over all multiprocessors and by one and three clusters."""
     found = []
     for choice in choices(shape):
         config = shapes.config_of(choice, 132)
-        found += [config, {**config, "grid": 1}, {**config, "grid": 3}]
+        found += [config, *({**config, "grid": clusters * shape.cluster} for clusters in (1, 3))]
     return found
 
 

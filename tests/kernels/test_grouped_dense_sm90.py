@@ -32,7 +32,7 @@ needs_tools = pytest.mark.skipif(
     not LIBRARY.is_file() or TOOLS is None,
     reason="needs the CUDA library and triton's cuobjdump and nvdisasm",
 )
-OVER_SHAPES = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: "x".join(map(str, shape[:4])))
+OVER_SHAPES = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: "x".join(map(str, shape[:5])))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_shapes_are_those_of_the_library() -> None:
     text = (FOLDER / "entry.h").read_text()
     rows = re.findall(r"\bK\(((?:\d+, )+\d+)\)", text)
     numbers = [tuple(map(int, row.split(", "))) for row in rows]
-    assert tuple(shapes.Shape(*row[:7], row[7:]) for row in numbers) == shapes.SHAPES
+    assert tuple(shapes.Shape(*row[:8], row[8:]) for row in numbers) == shapes.SHAPES
 
 
 @OVER_SHAPES
@@ -324,6 +324,7 @@ def test_every_instance_is_there_and_takes_the_memory_that_python_says(form: str
         ({"mt": 24}, -5),
         ({"offsets": 0}, -5),
         ({"grid": 0}, -5),
+        ({"mt": 256, "blocks": 1, "groups": 2, "slices": 1, "cluster": 2, "grid": 1}, -5),
         ({"experts": 1025}, -2),
         ({"experts": 0}, -2),
         ({"k": 1020}, -2),
@@ -396,7 +397,7 @@ def test_workspace_is_that_of_the_chain() -> None:
 def test_machine_code() -> None:
     """Every instance is present and without a stack; four products for each block and width, which do not wait for each other."""
     names = {
-        f"experts_{form}_{'x'.join(map(str, shape[:4]))}": shape
+        f"experts_{form}_{'x'.join(map(str, shape[:5]))}": shape
         for form in shapes.TYPES
         for shape in shapes.SHAPES
     }

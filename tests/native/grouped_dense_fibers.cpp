@@ -27,6 +27,7 @@ namespace gm {
 template <int RANK>
 void tma_box(uint32_t dst, const void* from, const int (&at)[RANK], uint32_t bar) {
   const CUtensorMap& map = *static_cast<const CUtensorMap*>(from);
+  dst = fibers::of_rank(dst), bar = fibers::of_rank(bar);
   if (map.rank != RANK) __builtin_trap();
   const auto copy = [=, &map] {
     int index[RANK] = {};
@@ -50,7 +51,7 @@ void tma_box(uint32_t dst, const void* from, const int (&at)[RANK], uint32_t bar
           index[d] = 0;
       }
     }
-    fibers::Mbarrier& b = fibers::mbarriers.at(bar);
+    fibers::Mbarrier& b = fibers::mbarriers.at(bar);  // that it has may be told only later
     b.bytes -= int(bytes);
     b.settle();
   };
@@ -95,8 +96,19 @@ T ld_shared(uint32_t from) {
 }
 inline void ld_shared(float (&v)[4], uint32_t from) { std::memcpy(v, fibers::memory_at(from), 16); }
 
+inline uint32_t mapa(uint32_t address, int rank) { return address | uint32_t(rank + 1) << fibers::kRank; }
+
 namespace dense {
-thread_local uint8_t smem[227 << 10] __attribute__((aligned(1024)));
+
+constexpr int kShared = 227 << 10;
+
+inline void store_16(void* to, uint4 words) { std::memcpy(to, &words, 16); }
+template <int RANKS>
+void tma_load_to_all(uint32_t dst, const void* map, int x, int y, uint32_t bar) {
+  for (int rank = 0; rank < RANKS; ++rank) tma_load(mapa(dst, rank), map, x, y, mapa(bar, rank));
+}
+inline void mbar_arrive_at_rank(uint32_t bar, int rank) { mbar_arrive(mapa(bar, rank)); }
+
 }  // namespace dense
 
 }  // namespace gm
@@ -146,14 +158,14 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline bool is_aligned(const void* p) { return uintptr_t(p) % 16 == 0; }
 
 struct Launch {
-  unsigned grid_x = 1, block = 128, smem = 0;
+  unsigned grid_x = 1, block = 128, smem = 0, cluster = 1;
   bool pdl = false;
 };
 struct Call {
   const dense::Params* p;
   const CUtensorMap *w, *x;
-  unsigned threads, smem;
-  bool spilled;  // written past the shared memory of the launch
+  unsigned threads, smem;  // threads: of a cluster
+  bool spilled;            // written past the shared memory of the launch
 };
 struct CudaKernel {
   const void* cubin;
@@ -175,25 +187,24 @@ namespace {
 template <class S>
 void kernel(void* parameters) {
   gm::Call& call = *static_cast<gm::Call*>(parameters);
-  if (gm::thread() == 0) {
-    gm::fibers::clear(int(call.threads));
-    std::memset(gm::dense::smem, 0xff, sizeof gm::dense::smem);  // NaN
-  }
-  gm::block_sync();
-  gm::dense::product<__nv_bfloat16, S>(*call.p, *call.w, *call.x);
+  uint8_t* const smem = static_cast<uint8_t*>(gm::shared());
+  if (gm::fibers::current == 0) gm::fibers::clear(int(call.threads));
+  if (gm::thread() == 0) std::memset(smem, 0xff, gm::dense::kShared);  // NaN
+  gm::cluster_sync();
+  gm::dense::product<__nv_bfloat16, S>(*call.p, *call.w, *call.x, smem);
   gm::block_sync();
   if (gm::thread() == 0)
-    call.spilled |= std::any_of(gm::dense::smem + call.smem, std::end(gm::dense::smem),
-                                [](uint8_t byte) { return byte != 0xff; });
+    call.spilled |=
+        std::any_of(smem + call.smem, smem + gm::dense::kShared, [](uint8_t byte) { return byte != 0xff; });
 }
 
 struct Row {
   std::string_view name;
   void (*run)(void*);
 };
-#define GM_ROW(mt, blocks, groups, slices, ctas, ...)     \
-  {GM_TEXT(GM_NAME(mt##x##blocks##x##groups##x##slices)), \
-   kernel<GM_SHAPE(mt, blocks, groups, slices, ctas, __VA_ARGS__)>},
+#define GM_ROW(mt, blocks, groups, slices, cluster, ctas, ...)        \
+  {GM_TEXT(GM_NAME(mt##x##blocks##x##groups##x##slices##x##cluster)), \
+   kernel<GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, __VA_ARGS__)>},
 constexpr Row kRows[] = {GM_SHAPES(GM_ROW)};
 
 }  // namespace
@@ -202,13 +213,14 @@ int gm::CudaKernel::launch(int, void*, const Launch& shape, void** arguments) {
   Call call{static_cast<dense::Params*>(arguments[0]),
             static_cast<CUtensorMap*>(arguments[1]),
             static_cast<CUtensorMap*>(arguments[2]),
-            shape.block,
+            shape.block * shape.cluster,
             shape.smem,
             false};
-  fibers::array = reinterpret_cast<char*>(dense::smem);
   for (const Row& row : kRows)
     if (row.name == name) {
-      if (!launch_grid(row.run, &call, int(shape.grid_x), int(shape.block), 0)) return GM_E_HANGS;
+      if (!launch_grid(row.run, &call, int(shape.grid_x), int(shape.block), dense::kShared, 1,
+                       int(shape.cluster)))
+        return GM_E_HANGS;
       return call.spilled ? GM_E_MEMORY : GM_OK;
     }
   return GM_E_ARG;

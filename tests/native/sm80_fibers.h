@@ -43,7 +43,14 @@ inline std::vector<std::array<uint32_t, 10>> registers;  // of each thread, that
 inline Index grid{1, 1};
 inline char* array =
     nullptr;  // the array of dynamic shared memory, where a kernel declares one; else gm::shared()
-inline char* memory_at(uint32_t address) { return (array ? array : static_cast<char*>(shared())) + address; }
+constexpr int kRank =
+    20;  // bits of an address in shared memory; those above are 0, or one more than the rank of its CTA
+inline char* memory_at(uint32_t address) {
+  if (array) return array + address;
+  const int rank = address >> kRank ? int(address >> kRank) - 1 : cluster_rank();
+  return static_cast<char*>(shared()) + (rank - cluster_rank()) * int64_t(block_bytes) +
+         (address & ((1u << kRank) - 1));
+}
 }  // namespace gm::fibers
 
 #define threadIdx (gm::fibers::Index{gm::thread()})
@@ -159,13 +166,13 @@ struct PlainOperand {
   }
 };
 
-// Runs a kernel over a grid; false if threads wait for each other in vain.
+// Runs a kernel over a grid; false if threads wait for each other in vain. cluster: CTAs of one, along x.
 inline bool launch_grid(void (*kernel)(void*), void* parameters, int grid, int threads, size_t bytes,
-                        int high = 1) {
+                        int high = 1, int cluster = 1) {
   fibers::grid = {grid, high};
-  fibers::copies.assign(threads, {}), fibers::registers.resize(threads);
+  fibers::copies.assign(threads * cluster, {}), fibers::registers.resize(threads * cluster);
   for (auto& groups : fibers::copies) groups.emplace_back();
-  return fibers::launch(kernel, parameters, grid * high, 1, threads, bytes);
+  return fibers::launch(kernel, parameters, grid * high / cluster, cluster, threads, bytes);
 }
 
 }  // namespace gm

@@ -26,7 +26,21 @@ FOLDER = Path("moe/grouped_linear/dense_sm90")
 FLAGS = ["-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init", "-fno-gnu-unique"]
 LIMIT = 1.0
 """Of the clamped activation: many gates and ups are larger."""
-OVER_SHAPES = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: "x".join(map(str, shape[:4])))
+SAMPLE = [shapes.SHAPES[number] for number in (0, 4, 7, 9)]
+"""Shapes that `make test` runs in tests of less."""
+
+
+def over(sample: bool) -> pytest.MarkDecorator:
+    """Over all shapes, those that are not of the sample in `make test-full` alone if that is wanted."""
+    every = [
+        pytest.param(
+            shape,
+            id="x".join(map(str, shape[:5])),
+            marks=[pytest.mark.slow] if sample and shape not in SAMPLE else [],
+        )
+        for shape in shapes.SHAPES
+    ]
+    return pytest.mark.parametrize("shape", every)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +86,7 @@ def wrong(
     args.early, args.clear = early, 1
     for field, value in shapes.config_of(choice, 132).items():
         setattr(args, field, value)
-    args.grid = grid
+    args.grid = grid * choice.shape.cluster
     library.set_order(order)
     if code := library.grouped_dense_on_cpu(ctypes.byref(args)):
         return f"answer {code}"
@@ -98,12 +112,12 @@ def choices(shape: shapes.Shape) -> list[shapes.Choice]:
     return [choice for choice in shapes.choices(4096, 128) if choice.shape == shape]
 
 
-@OVER_SHAPES
+@over(sample=False)
 def test_every_choice_in_every_order(library: ctypes.CDLL, shape: shapes.Shape) -> None:
     """N and K that are no whole tiles and slots, experts with no rows, one, and more than a tile; CTAs with many tiles and with none."""
     counts = [3, 0, min(shape.mt + 5, 140), 1]
     for number, choice in enumerate(choices(shape)):
-        for order in range(4) if number == 0 else (1, 2):
+        for order in (0, 3, 5) if number == 0 else (1 + number % 2,):
             assert wrong(library, choice, counts, 200, 328, order=order, grid=2) is None, choice
             grid, early = (1, 3, 132)[(number + order) % 3], order % 2 == 1
             options = {"order": order, "grid": grid, "early": early}
@@ -111,14 +125,14 @@ def test_every_choice_in_every_order(library: ctypes.CDLL, shape: shapes.Shape) 
             assert found is None, (choice, options)
 
 
-@OVER_SHAPES
+@over(sample=True)
 @pytest.mark.parametrize("epilogue", ["bias", "bias+silu_mul", "clamp+silu_mul", "bias+clamp+silu_mul"])
 def test_epilogues(library: ctypes.CDLL, shape: shapes.Shape, epilogue: str) -> None:
     for number, choice in enumerate(choices(shape)):
         assert wrong(library, choice, [7, 20], 336, 264, epilogue, order=number % 4) is None, choice
 
 
-@OVER_SHAPES
+@over(sample=True)
 def test_every_width(library: ctypes.CDLL, shape: shapes.Shape) -> None:
     """An expert that is just as wide, and one that is a row less."""
     counts = [count for width in shape.widths for count in (width, width - 1)]
@@ -126,14 +140,14 @@ def test_every_width(library: ctypes.CDLL, shape: shapes.Shape) -> None:
         assert wrong(library, shapes.Choice(shape), counts, 48, 256, epilogue, order=1) is None
 
 
-@OVER_SHAPES
+@over(sample=True)
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 1, 0], [8, 0, 0, 257]])
 def test_few_rows_and_many(library: ctypes.CDLL, shape: shapes.Shape, counts: list[int]) -> None:
     for lag in (0, 1, shape.slots - 1):
         assert wrong(library, shapes.Choice(shape, lag=lag), counts, 16, 264, order=1) is None
 
 
-@OVER_SHAPES
+@over(sample=True)
 def test_many_slots(library: ctypes.CDLL, shape: shapes.Shape) -> None:
     """Rings that are filled many times, by one CTA."""
     for order in (1, 3):
@@ -149,11 +163,22 @@ FAULTS = {
     "a bias of gate for up": ("p.gated ? h * p.out_n : 0", "0"),
     "the staging is one buffer": ("out.buffer = out.other, out.other = written;", "(void)written;"),
     "sums of slices are added once": ("for (int s = 1; s < S::kSlices; ++s)", "for (int s = 1; s < 2; ++s)"),
+    "a slot is filled when one CTA has left it": ("mbar_arrive_at_rank(empty, lane)", "mbar_arrive(empty)"),
     "blocks of W are 64 rows": ("at.n + b * columns, at.expert", "at.n + b * 64, at.expert"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+QUICK = (
+    "a slot is left before its products",
+    "a slot waits for other bytes",
+    "a slot is filled when one CTA has left it",
+)
+"""Those of `make test`."""
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
+)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
     """Each in a copy of the source, by one of a few calls."""
     text = (ROOT / "kernels" / FOLDER / "product.cuh").read_text()
@@ -168,7 +193,7 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
     kept = [
         line
         for line in entry.splitlines()
-        if not line.startswith("  K(") or any(f"  K({', '.join(map(str, one[:4]))}," in line for one in FEW)
+        if not line.startswith("  K(") or any(f"  K({', '.join(map(str, one[:5]))}," in line for one in FEW)
     ]
     last = max(number for number, line in enumerate(kept) if line.startswith("  K("))
     kept[last] = kept[last].rstrip("\\ ")
@@ -184,7 +209,7 @@ sys.exit(0 if is_seen(ctypes.CDLL({str(out)!r})) else 3)
     assert forked.run("-c", program, path=[ROOT]).returncode != 3
 
 
-FEW = [shapes.SHAPES[0], shapes.SHAPES[2], shapes.SHAPES[4]]
+FEW = [shapes.SHAPES[0], shapes.SHAPES[2], shapes.SHAPES[9]]
 """Shapes that planted faults are compiled for."""
 
 
@@ -194,7 +219,7 @@ def is_seen(library: ctypes.CDLL) -> bool:
         wrong(
             library, choice, [9, 3, 0, 34], n, 1032 if choice.shape.slices > 1 else 328, epilogue, order=order
         )
-        for order in (1, 2)
+        for order in (1, 2, 5)
         for choice in (*(shapes.Choice(one) for one in FEW), shapes.Choice(FEW[1], 32))
         for n, epilogue in ((200, "none"), (208, "bias+silu_mul"))
     )

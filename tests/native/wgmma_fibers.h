@@ -50,8 +50,13 @@ inline std::map<int, NamedBarrier> named;
 inline std::vector<std::deque<std::vector<std::function<void()>>>> products;  // of each thread: its groups
 inline std::map<uint64_t, long> boxes;                                        // copies from each tensor
 
+// The same address with the rank of this CTA, if it has none.
+inline uint32_t of_rank(uint32_t address) {
+  return address >> kRank ? address : address | uint32_t(cluster_rank() + 1) << kRank;
+}
+
 inline bool late() { return order % 2 != 0; }
-inline void progress() { ++all[current].cluster_waits; }  // a thread did something, which `run` looks for
+inline void progress() { ++all[current].steps; }  // a thread did something, which `run` looks for
 inline void clear(int threads) {
   mbarriers.clear(), named.clear(), products.assign(threads, {});
   for (auto& groups : products) groups.emplace_back();
@@ -74,19 +79,21 @@ inline uint32_t opaque_zero() { return 0; }
 inline void st_shared(uint32_t to, uint4 v) { std::memcpy(fibers::memory_at(to), &v, 16); }
 
 constexpr int kArrivingLanes = 1;
-inline void mbar_init(uint32_t bar, uint32_t count) { fibers::mbarriers[bar] = {int(count), int(count)}; }
+inline void mbar_init(uint32_t bar, uint32_t count) {
+  fibers::mbarriers[fibers::of_rank(bar)] = {int(count), int(count)};
+}
 inline void fence_mbarrier_init() {}
 inline void mbar_arrive(uint32_t bar) {
-  fibers::Mbarrier& b = fibers::mbarriers.at(bar);
+  fibers::Mbarrier& b = fibers::mbarriers.at(fibers::of_rank(bar));
   --b.pending, fibers::progress();
   b.settle();
 }
 inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
-  fibers::mbarriers.at(bar).bytes += int(bytes);
+  fibers::mbarriers.at(fibers::of_rank(bar)).bytes += int(bytes);
   mbar_arrive(bar);
 }
 inline void mbar_wait(uint32_t bar, uint32_t parity) {
-  fibers::Mbarrier& b = fibers::mbarriers.at(bar);
+  fibers::Mbarrier& b = fibers::mbarriers.at(fibers::of_rank(bar));
   while ((b.phase & 1) == parity) {
     for (const auto& copy : std::exchange(b.copies, {})) copy();
     if ((b.phase & 1) == parity) fibers::yield();
@@ -96,14 +103,15 @@ inline void mbar_wait(uint32_t bar, uint32_t parity) {
 
 inline void bar_arrive(int id, int threads) {
   fibers::meet_warp();
-  fibers::NamedBarrier& b = fibers::named[id];
+  fibers::NamedBarrier& b = fibers::named[cluster_rank() * 16 + id];
   fibers::progress();
   if (++b.arrived == threads) b.arrived = 0, ++b.turn;
 }
 inline void bar_sync(int id, int threads) {
-  const long turn = fibers::named[id].turn;
+  const fibers::NamedBarrier& b = fibers::named[cluster_rank() * 16 + id];
+  const long turn = b.turn;
   bar_arrive(id, threads);
-  while (fibers::named[id].turn == turn) fibers::yield();
+  while (b.turn == turn) fibers::yield();
 }
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
@@ -117,13 +125,13 @@ inline void tma_load(uint32_t dst, const CUtensorMap* map, int x, int head, int 
             exists ? map->base[(row + r) * map->row_stride + head * map->head_stride + x + c] : 0;
         std::memcpy(fibers::memory_at(swizzled(dst + r * 128 + c * 2)), &value, 2);
       }
-    fibers::Mbarrier& b = fibers::mbarriers.at(bar);
+    fibers::Mbarrier& b = fibers::mbarriers.at(fibers::of_rank(bar));
     b.bytes -= 128 * 128;
     b.settle();
   };
   ++fibers::boxes[reinterpret_cast<uint64_t>(map)];
   if (fibers::late())
-    fibers::mbarriers.at(bar).copies.push_back(copy);
+    fibers::mbarriers.at(fibers::of_rank(bar)).copies.push_back(copy);
   else
     copy();
 }

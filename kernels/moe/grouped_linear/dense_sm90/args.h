@@ -4,7 +4,7 @@
 
 // The arguments of every gm_grouped_dense_<type>_sm90.
 struct GmGroupedDenseArgs {
-  static constexpr uint64_t kDigest = 0x6ae8fb2058084dd4;
+  static constexpr uint64_t kDigest = 0x395c1c41ce71136e;
   // ordinal; < 0: launch nothing, return the dynamic shared memory in bytes
   int32_t device;
   // a CUstream of the device
@@ -40,7 +40,7 @@ struct GmGroupedDenseArgs {
   // rows of y past the last expert's become 0
   int32_t clear;
 
-  // mt, blocks, groups, slices name an instance
+  // mt, blocks, groups, slices, cluster name an instance
 
   // rows of x per tile, at most
   int32_t mt;
@@ -50,6 +50,8 @@ struct GmGroupedDenseArgs {
   int32_t groups;
   // warpgroups that take turns along K for each of those
   int32_t slices;
+  // CTAs that share rows of x: 1 or 2
+  int32_t cluster;
   // rows of W of a block: 16, 32, 48 or 64
   int32_t w_rows;
   // slots by which the second warpgroup begins after the first

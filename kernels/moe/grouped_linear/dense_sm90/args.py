@@ -27,12 +27,13 @@ ARGS = ArgumentStruct(
     int32_t early;  // offsets are those of the launch before, which had them, too
     int32_t clear;  // rows of y past the last expert's become 0
 
-    // mt, blocks, groups, slices name an instance
+    // mt, blocks, groups, slices, cluster name an instance
 
     int32_t mt;  // rows of x per tile, at most
     int32_t blocks;  // blocks of rows of W per warpgroup
     int32_t groups;  // warpgroups with blocks of their own
     int32_t slices;  // warpgroups that take turns along K for each of those
+    int32_t cluster;  // CTAs that share rows of x: 1 or 2
     int32_t w_rows;  // rows of W of a block: 16, 32, 48 or 64
     int32_t lag;  // slots by which the second warpgroup begins after the first
     int32_t grid;  // CTAs that walk over the tiles of y, at most

@@ -7,31 +7,35 @@
 #include "gm_cuda.h"
 #include "product.cuh"
 
-// K(rows of x; blocks of W of a warpgroup, warpgroups with blocks of their own, and those that take turns along K for each;
-// CTAs per multiprocessor; slots; rows of y that a warpgroup stages; widths)
-#define GM_SHAPES(K)                              \
-  K(8, 1, 1, 4, 1, 16, 16, 8)                     \
-  K(8, 1, 2, 2, 1, 10, 16, 8)                     \
-  K(16, 1, 2, 1, 2, 5, 16, 8, 16)                 \
-  K(32, 1, 2, 1, 2, 4, 32, 8, 16, 32)             \
-  K(64, 1, 2, 1, 2, 4, 16, 16, 32, 64)            \
-  K(64, 2, 2, 1, 1, 5, 32, 16, 32, 64)            \
-  K(128, 1, 2, 1, 1, 6, 32, 32, 64, 80, 96, 128)  \
-  K(128, 2, 2, 1, 1, 4, 32, 32, 64, 80, 96, 128)  \
-  K(160, 2, 2, 1, 1, 4, 16, 32, 64, 96, 128, 160) \
-  K(256, 1, 2, 1, 1, 4, 32, 32, 64, 96, 128, 160, 192, 224, 256)
+// K(rows of x; blocks of W of a warpgroup, warpgroups with blocks of their own, and those that take turns along K for each; CTAs
+// of a cluster, and per multiprocessor; slots; rows of y that a warpgroup stages; widths)
+#define GM_SHAPES(K)                                                \
+  K(8, 1, 1, 4, 1, 1, 16, 16, 8)                                    \
+  K(8, 1, 2, 2, 1, 1, 10, 16, 8)                                    \
+  K(16, 1, 2, 1, 1, 2, 5, 16, 8, 16)                                \
+  K(32, 1, 2, 1, 1, 2, 4, 32, 8, 16, 32)                            \
+  K(64, 1, 2, 1, 1, 2, 4, 16, 16, 32, 64)                           \
+  K(64, 2, 2, 1, 1, 1, 5, 32, 16, 32, 64)                           \
+  K(128, 1, 2, 1, 1, 1, 6, 32, 32, 64, 80, 96, 128)                 \
+  K(128, 2, 2, 1, 1, 1, 4, 32, 32, 64, 80, 96, 128)                 \
+  K(160, 2, 2, 1, 1, 1, 4, 16, 32, 64, 96, 128, 160)                \
+  K(160, 2, 2, 1, 2, 1, 4, 16, 32, 64, 96, 128, 160)                \
+  K(256, 1, 2, 1, 1, 1, 4, 32, 32, 64, 96, 128, 160, 192, 224, 256) \
+  K(256, 1, 2, 1, 2, 1, 4, 32, 32, 64, 96, 128, 160, 192, 224, 256)
 
-#define GM_SHAPE(mt, blocks, groups, slices, ctas, slots, staged, ...) \
-  gm::dense::Shape<mt, blocks, groups, slices, ctas, slots, staged, gm::dense::Widths<__VA_ARGS__>>
+#define GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, slots, staged, ...) \
+  gm::dense::Shape<mt, blocks, groups, slices, cluster, ctas, slots, staged, gm::dense::Widths<__VA_ARGS__>>
 
 #ifdef __CUDACC__
 
-#define GM_KERNEL(mt, blocks, groups, slices, ctas, ...)                                           \
-  extern "C" __global__ void __launch_bounds__((groups * slices + 1) * 128, ctas)                  \
-      GM_NAME(mt##x##blocks##x##groups##x##slices)(const __grid_constant__ gm::dense::Params p,    \
-                                                   const __grid_constant__ CUtensorMap w,          \
-                                                   const __grid_constant__ CUtensorMap x) {        \
-    gm::dense::product<GM_TYPE, GM_SHAPE(mt, blocks, groups, slices, ctas, __VA_ARGS__)>(p, w, x); \
+#define GM_KERNEL(mt, blocks, groups, slices, cluster, ctas, ...)                                           \
+  extern "C" __global__ void __launch_bounds__((groups * slices + 1) * 128, ctas)                           \
+      GM_NAME(mt##x##blocks##x##groups##x##slices##x##cluster)(const __grid_constant__ gm::dense::Params p, \
+                                                               const __grid_constant__ CUtensorMap w,       \
+                                                               const __grid_constant__ CUtensorMap x) {     \
+    extern __shared__ __align__(1024) uint8_t smem[];                                                       \
+    gm::dense::product<GM_TYPE, GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, __VA_ARGS__)>(p, w, x,  \
+                                                                                                  smem);    \
   }
 GM_SHAPES(GM_KERNEL)
 
@@ -46,26 +50,28 @@ using Args = GmGroupedDenseArgs;
 constexpr int kMaxExperts = 1024, kMostShared = 232448;  // bytes of a CTA
 
 struct Instance {
-  int mt, blocks, groups, slices, ctas, slots, box, threads;
+  int mt, blocks, groups, slices, cluster, ctas, slots, box, threads;
   int smem;  // without the experts
   gm::CudaKernel kernel;
   bool is(const Args& a) const {
-    return mt == a.mt && blocks == a.blocks && groups == a.groups && slices == a.slices;
+    return mt == a.mt && blocks == a.blocks && groups == a.groups && slices == a.slices &&
+           cluster == a.cluster;
   }
 };
 #define GM_TEXT_OF(name) #name
 #define GM_TEXT(name) GM_TEXT_OF(name)
-#define GM_INSTANCE(mt, blocks, groups, slices, ctas, slots, ...)            \
-  {mt,                                                                       \
-   blocks,                                                                   \
-   groups,                                                                   \
-   slices,                                                                   \
-   ctas,                                                                     \
-   slots,                                                                    \
-   GM_SHAPE(mt, blocks, groups, slices, ctas, slots, __VA_ARGS__)::kBox,     \
-   GM_SHAPE(mt, blocks, groups, slices, ctas, slots, __VA_ARGS__)::kThreads, \
-   GM_SHAPE(mt, blocks, groups, slices, ctas, slots, __VA_ARGS__)::smem(-1), \
-   {GM_CUBIN, GM_TEXT(GM_NAME(mt##x##blocks##x##groups##x##slices))}},
+#define GM_INSTANCE(mt, blocks, groups, slices, cluster, ctas, slots, ...)            \
+  {mt,                                                                                \
+   blocks,                                                                            \
+   groups,                                                                            \
+   slices,                                                                            \
+   cluster,                                                                           \
+   ctas,                                                                              \
+   slots,                                                                             \
+   GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, slots, __VA_ARGS__)::kBox,     \
+   GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, slots, __VA_ARGS__)::kThreads, \
+   GM_SHAPE(mt, blocks, groups, slices, cluster, ctas, slots, __VA_ARGS__)::smem(-1), \
+   {GM_CUBIN, GM_TEXT(GM_NAME(mt##x##blocks##x##groups##x##slices##x##cluster))}},
 Instance g_instances[] = {GM_SHAPES(GM_INSTANCE)};
 
 using gm::ceil_div, gm::is_aligned;
@@ -87,7 +93,7 @@ int weight_map(CUtensorMap* map, const Args& a, bool streams) {
 }
 
 int run(const Args& a, Instance& one) {
-  if (a.grid < 1 || a.offsets == nullptr) return GM_E_ARG;
+  if (a.grid < one.cluster || a.offsets == nullptr) return GM_E_ARG;
   if (a.rows < 0 || a.x_rows < 0 || a.experts < 1 || a.experts > kMaxExperts || a.n < 1 || a.k < 1)
     return GM_E_SHAPE;
   // TMA and 16-byte stores.
@@ -110,7 +116,8 @@ int run(const Args& a, Instance& one) {
   p.next_index = p.steps % one.slots, p.next_parity = p.steps / one.slots & 1;
   p.w_rows = a.w_rows, p.lag = a.lag, p.early = a.early, p.clear = a.clear;
   p.list.offsets = a.offsets, p.list.experts = a.experts, p.list.rows = a.rows;
-  p.list.blocks = ceil_div(p.out_n, one.blocks * one.groups * (p.gated ? a.w_rows / 2 : a.w_rows));
+  p.list.blocks =
+      ceil_div(p.out_n, one.cluster * one.blocks * one.groups * (p.gated ? a.w_rows / 2 : a.w_rows));
   p.list.by_blocks = gm::reciprocal(p.list.blocks);
   const int64_t tiles = gm::most_expert_tiles(a.rows, a.experts, one.mt, p.list.blocks);
   if (tiles + a.grid > INT32_MAX) return GM_E_SHAPE;
@@ -122,7 +129,9 @@ int run(const Args& a, Instance& one) {
                           uint64_t(a.ldx) * 2, gm::dense::kStep, unsigned(one.box));
   if (status != GM_OK) return status;
   gm::Launch launch;
-  launch.grid_x = unsigned(tiles < a.grid ? tiles : a.grid);
+  const int64_t clusters = a.grid / one.cluster;
+  launch.grid_x = unsigned(tiles < clusters ? tiles : clusters) * unsigned(one.cluster);
+  launch.cluster = unsigned(one.cluster);
   launch.block = unsigned(one.threads), launch.smem = unsigned(smem), launch.pdl = a.pdl != 0;
   void* arguments[] = {&p, &maps[0], &maps[1]};
   return one.kernel.launch(a.device, a.stream, launch, arguments);

@@ -30,12 +30,14 @@ template <int... WIDTHS>
 struct Widths {};
 
 // A CTA of MT rows of x; GROUPS warpgroups with BLOCKS blocks of W each, and for each of those SLICES warpgroups, which
-// take turns along K. CTAS: per multiprocessor. SLOTS: of the ring. STAGED: rows of y that a warpgroup stages at a time.
-template <int MT, int BLOCKS, int GROUPS, int SLICES, int CTAS, int SLOTS, int STAGED, typename WIDTHS>
+// take turns along K. CLUSTER: CTAs with neighbouring rows of W and the same rows of x, of which each copies a share to
+// all. CTAS: per multiprocessor. SLOTS: of the ring. STAGED: rows of y that a warpgroup stages at a time.
+template <int MT, int BLOCKS, int GROUPS, int SLICES, int CLUSTER, int CTAS, int SLOTS, int STAGED,
+          typename WIDTHS>
 struct Shape {
   using Widths = WIDTHS;
-  static constexpr int kTokens = MT, kBlocks = BLOCKS, kGroups = GROUPS, kSlices = SLICES, kCtas = CTAS,
-                       kSlots = SLOTS, kStaged = STAGED;
+  static constexpr int kTokens = MT, kBlocks = BLOCKS, kGroups = GROUPS, kSlices = SLICES, kCluster = CLUSTER,
+                       kCtas = CTAS, kSlots = SLOTS, kStaged = STAGED;
   static constexpr int kWarpgroups = GROUPS * SLICES, kThreads = kWarpgroups * 128 + 128;
   static constexpr int kWBlocks = BLOCKS * GROUPS;                 // of a tile
   static constexpr int kBox = MT >= 128 ? 32 : MT >= 64 ? 16 : 8;  // rows of x that are copied at a time

@@ -12,6 +12,8 @@
 //    (`lag`), one multiplies while the other stores. Both leave a slot before it is filled again, so that they cannot
 //    get further apart than the ring is long. A tile for each of them would take a third more from L2 for the same
 //    products.
+//  - CTAs of a cluster have neighbouring rows of W and the same rows of x, of which each copies every second box to both
+//    (multicast): for many tokens, whose products L2 would not keep up with. A slot is filled when both have left it.
 //  - Few tokens: warpgroups take turns along K (SLICES); their sums are added in the order of slices. Blocks of fewer
 //    than 64 rows (`w_rows`) divide the rows of W among all multiprocessors; what is multiplied besides is not stored.
 #pragma once
@@ -20,7 +22,7 @@
 #include "params.h"
 #ifdef __CUDACC__
 #include "linear/frag16_sm90/wgmma_rows.cuh"
-#include "moe/grouped_linear/dense_sm90/store_16.cuh"
+#include "moe/grouped_linear/dense_sm90/device.cuh"
 #include "sm90/tma.cuh"
 
 namespace gm::dense {
@@ -60,6 +62,7 @@ template <class S>
 __device__ __forceinline__ void produce(const Params& p, const GroupedList& list, const CUtensorMap& w_map,
                                         const CUtensorMap& x_map, uint8_t* smem, uint32_t base, int tiles) {
   const bool leads = (threadIdx.x & 31) == 0;
+  const int rank = S::kCluster > 1 ? cluster_rank() : 0, step = gridDim.x / S::kCluster;
   const uint32_t w_bytes = S::kWBlocks * p.w_rows * (kStep * 2);
   const int columns = p.gated ? p.w_rows >> 1 : p.w_rows;  // of y, of a block
   struct Source {
@@ -67,7 +70,7 @@ __device__ __forceinline__ void produce(const Params& p, const GroupedList& list
   };
   const auto source_of = [&](const GroupedTile& tile) {
     const int boxes = min(S::kTokens / S::kBox, (tile.end - tile.row + S::kBox - 1) / S::kBox);
-    return Source{tile.expert, tile.block * S::kWBlocks * columns, tile.row, boxes};
+    return Source{tile.expert, (tile.block * S::kCluster + rank) * S::kWBlocks * columns, tile.row, boxes};
   };
   const auto load_w = [&](const Source& at, const Place<S>& place, int k) {
     const uint32_t full = place.full(base), to = base + place.index * S::kWSlot;
@@ -85,19 +88,24 @@ __device__ __forceinline__ void produce(const Params& p, const GroupedList& list
   const auto load_x = [&](const Source& at, const Place<S>& place, int k) {
     const uint32_t full = place.full(base), to = base + S::kXRing + place.index * S::kXSlot;
 #pragma unroll 1
-    for (int box = 0; box < at.boxes; ++box)
-      tma_load(to + box * (S::kBox * kStep * 2), &x_map, k * kStep, at.m + box * S::kBox, full);
+    for (int box = rank; box < at.boxes; box += S::kCluster) {
+      const uint32_t place_of_box = to + box * (S::kBox * kStep * 2);
+      if constexpr (S::kCluster > 1)
+        tma_load_to_all<S::kCluster>(place_of_box, &x_map, k * kStep, at.m + box * S::kBox, full);
+      else
+        tma_load(place_of_box, &x_map, k * kStep, at.m + box * S::kBox, full);
+    }
   };
   Place<S> place;
   int count = 0, k = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x, k = 0) {
+  for (int index = blockIdx.x / S::kCluster; index < tiles; index += step, k = 0) {
     const GroupedTile tile = grouped_tile<S::kTokens>(p.list, list, index);
     const Source at = source_of(tile);
     if (leads) {
       // For the others, which see it once the tile's first slot is full. They are at most kSlots tiles behind.
       *reinterpret_cast<int4*>(smem + S::kInfos + count % kTileInfos * 16) =
-          make_int4(tile.expert, tile.block, tile.row, tile.end);
+          make_int4(tile.expert, tile.block * S::kCluster + rank, tile.row, tile.end);
       if (count == 0) {  // the ring is empty, and W is constant
         const int ahead = min(S::kSlots, p.steps);
         Place<S> w_place;
@@ -254,6 +262,14 @@ __device__ __forceinline__ void store(const Params& p, const float (&sums)[S::kB
 template <typename T, class S, int WIDTH>
 __device__ __forceinline__ void multiply(float (&sums)[S::kBlocks][WIDTH / 2], Place<S>& place, uint32_t base,
                                          uint32_t w_at, int mine, int signal) {
+  const int lane = threadIdx.x & 31;
+  const auto release = [&](uint32_t empty) {  // by each warp, to every CTA that copies into the slot
+    if constexpr (S::kCluster > 1) {
+      if (lane < S::kCluster) mbar_arrive_at_rank(empty, lane);
+    } else {
+      if (lane < kArrivingLanes) mbar_arrive(empty);
+    }
+  };
   const uint32_t first_a = static_cast<uint32_t>(swizzle128_descriptor(base + w_at)),
                  first_b = static_cast<uint32_t>(swizzle128_descriptor(base + S::kXRing));
   const uint64_t upper = swizzle128_descriptor(0) >> 32 << 32;
@@ -273,7 +289,7 @@ __device__ __forceinline__ void multiply(float (&sums)[S::kBlocks][WIDTH / 2], P
     wgmma_commit();
     if (i > 0) {
       wgmma_wait<1>();
-      if ((threadIdx.x & 31) < kArrivingLanes) mbar_arrive(before);
+      release(before);
     }
     before = place.empty(base);
     place.advance(S::kSlices);
@@ -282,12 +298,17 @@ __device__ __forceinline__ void multiply(float (&sums)[S::kBlocks][WIDTH / 2], P
   wgmma_wait<0>();
 #pragma unroll
   for (int block = 0; block < S::kBlocks; ++block) wgmma_fence_operand(sums[block]);
-  if ((threadIdx.x & 31) < kArrivingLanes) mbar_arrive(before);
+  release(before);
 }
 
 template <typename T, class S>
-__device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_map, const CUtensorMap& x_map) {
-  extern __shared__ __align__(1024) uint8_t smem[];
+__device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                                        uint8_t* smem) {
+  // A CTA may leave once no other one copies into its ring or arrives at its barriers.
+  const auto leave = [] {
+    __syncwarp();
+    if constexpr (S::kCluster > 1) cluster_sync();
+  };
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
   const GroupedList list{reinterpret_cast<int*>(smem + S::kList),
@@ -296,10 +317,12 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
     prefetch_tensormap(&w_map), prefetch_tensormap(&x_map);
     for (int i = 0; i < S::kSlots; ++i) {
       mbar_init(base + S::kBars + i * 8, 1);
-      mbar_init(base + S::kBars + (S::kSlots + i) * 8, S::kGroups * 4 * kArrivingLanes);
+      mbar_init(base + S::kBars + (S::kSlots + i) * 8,
+                S::kGroups * 4 * (S::kCluster > 1 ? S::kCluster : kArrivingLanes));
     }
     fence_mbarrier_init();
   }
+  if constexpr (S::kCluster > 1) cluster_sync();  // barriers are there before another CTA's copies
   if (!p.early) griddepcontrol_wait();
   list.build<S::kTokens>(p.list);
   // After the wait, so that the next kernel may also read what the kernel before this one waited for.
@@ -316,6 +339,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
         for (int n = lane * 8; n < p.out_n; n += 256)
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.y) + row * p.out_n + n) = make_uint4(0, 0, 0, 0);
     }
+    leave();
     return;
   }
   setmaxnreg_inc<S::kConsumerRegisters>();
@@ -329,13 +353,14 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
     return base + S::kExchangeAt + ((from - 1) * S::kGroups + group) * (S::kSums * 512) +
            (threadIdx.x & 127) * 16;
   };
+  const int start = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
   Output out{0, 0, 0, staging, staging + S::kStageBytes};
   Place<S> first;  // of the tile
   int count = 0;
   griddepcontrol_wait();
-  if (kLags && p.lag > 0 && group == 1 && static_cast<int>(blockIdx.x) < tiles) bar_sync(kBegin, 256);
+  if (kLags && p.lag > 0 && group == 1 && start < tiles) bar_sync(kBegin, 256);
 #pragma unroll 1
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x, ++count) {
+  for (int index = start; index < tiles; index += step, ++count) {
     Place<S> place = first;
     if constexpr (S::kSlices > 1) place.advance(slice);
     mbar_wait(place.full(base), place.parity);
@@ -382,7 +407,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][f * 4 + i] += part[i];
           }
-        if (index + static_cast<int>(gridDim.x) < tiles) bar_arrive(kFree + group, kAll);
+        if (index + step < tiles) bar_arrive(kFree + group, kAll);
       }
       add_bias<S, kWidth>(p, sums, bias);
       store<T, S, kWidth>(p, sums, out, group + 1);
@@ -392,6 +417,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
     else
       first = place;
   }
+  leave();
 }
 
 }  // namespace gm::dense

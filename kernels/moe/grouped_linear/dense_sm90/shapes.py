@@ -28,6 +28,7 @@ class Shape(NamedTuple):
         blocks: of up to 64 rows of W, of a warpgroup.
         groups: warpgroups with blocks of their own.
         slices: warpgroups that take turns along K for each of those.
+        cluster: CTAs with neighbouring rows of W and the same rows of x.
         ctas: per multiprocessor.
         slots: of the ring.
         staged: rows of y that a warpgroup stages at a time.
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     blocks: int
     groups: int
     slices: int
+    cluster: int
     ctas: int
     slots: int
     staged: int
@@ -78,16 +80,18 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape(8, 1, 1, 4, 1, 16, 16, (8,)),
-    Shape(8, 1, 2, 2, 1, 10, 16, (8,)),
-    Shape(16, 1, 2, 1, 2, 5, 16, (8, 16)),
-    Shape(32, 1, 2, 1, 2, 4, 32, (8, 16, 32)),
-    Shape(64, 1, 2, 1, 2, 4, 16, (16, 32, 64)),
-    Shape(64, 2, 2, 1, 1, 5, 32, (16, 32, 64)),
-    Shape(128, 1, 2, 1, 1, 6, 32, (32, 64, 80, 96, 128)),
-    Shape(128, 2, 2, 1, 1, 4, 32, (32, 64, 80, 96, 128)),
-    Shape(160, 2, 2, 1, 1, 4, 16, (32, 64, 96, 128, 160)),
-    Shape(256, 1, 2, 1, 1, 4, 32, (32, 64, 96, 128, 160, 192, 224, 256)),
+    Shape(8, 1, 1, 4, 1, 1, 16, 16, (8,)),
+    Shape(8, 1, 2, 2, 1, 1, 10, 16, (8,)),
+    Shape(16, 1, 2, 1, 1, 2, 5, 16, (8, 16)),
+    Shape(32, 1, 2, 1, 1, 2, 4, 32, (8, 16, 32)),
+    Shape(64, 1, 2, 1, 1, 2, 4, 16, (16, 32, 64)),
+    Shape(64, 2, 2, 1, 1, 1, 5, 32, (16, 32, 64)),
+    Shape(128, 1, 2, 1, 1, 1, 6, 32, (32, 64, 80, 96, 128)),
+    Shape(128, 2, 2, 1, 1, 1, 4, 32, (32, 64, 80, 96, 128)),
+    Shape(160, 2, 2, 1, 1, 1, 4, 16, (32, 64, 96, 128, 160)),
+    Shape(160, 2, 2, 1, 2, 1, 4, 16, (32, 64, 96, 128, 160)),
+    Shape(256, 1, 2, 1, 1, 1, 4, 32, (32, 64, 96, 128, 160, 192, 224, 256)),
+    Shape(256, 1, 2, 1, 2, 1, 4, 32, (32, 64, 96, 128, 160, 192, 224, 256)),
 )
 """Those of `GM_SHAPES` in entry.h."""
 
@@ -145,11 +149,11 @@ def room(shape: Shape, experts: int) -> str | None:
 
 
 def named(config: dict[str, int]) -> Shape | None:
-    """The shape of a configuration's mt, blocks, groups and slices; None if there is none."""
+    """The shape of a configuration's mt, blocks, groups, slices and cluster; None if there is none."""
     return next((one for one in SHAPES if all(config[name] == getattr(one, name) for name in NAMES)), None)
 
 
-NAMES = ("mt", "blocks", "groups", "slices")
+NAMES = ("mt", "blocks", "groups", "slices", "cluster")
 """Fields of a shape that name it."""
 FIELDS = (*NAMES, "w_rows", "lag", "grid")
 """Of a product's configuration."""
@@ -162,7 +166,7 @@ def config_of(choice: Choice, processors: int) -> dict[str, int]:
         **{name: int(getattr(shape, name)) for name in NAMES},
         "w_rows": choice.w_rows,
         "lag": choice.lag,
-        "grid": processors * shape.ctas,
+        "grid": processors * shape.ctas // shape.cluster * shape.cluster,
     }
 
 
@@ -190,7 +194,7 @@ def microseconds(choice: Choice, rows: int, experts: int, n: int, k: int, proces
             if not many:
                 continue
             product = shape.w_blocks * STEP // 16 * max(width / 2, LEAST_PRODUCT)
-            copied = (tile_rows + width) * STEP * 2 / FROM_L2
+            copied = (tile_rows + width / shape.cluster) * STEP * 2 / FROM_L2
             # CTAs of a multiprocessor share it; slices hide each other's waits.
             step = max(product * shape.ctas, copied * shape.ctas, SLOT / shape.slices)
             end = (TILE + width * shape.blocks * 8) * (1.0 if shape.ctas == 1 and not choice.lag else 0.5)
