@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.serve.stage import HTTP, ScriptedChat, Stage, stage
 WORDS = "word " * LONG_TEXT
 TOOL = {"name": "look", "description": WORDS}
 LONGEST_SECONDS = 0.5
-"""Of an answer to /health. A tenth, where nothing else runs."""
+"""CPU seconds of this process, which has client and server, until an answer to /health comes. A tenth, where nothing else runs."""
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -77,19 +77,25 @@ def test_long_conversations_are_encoded_beside_the_others(scripted: Stage, path:
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
-    """The backend holds the interpreter's lock for single texts."""
+    """The backend holds the interpreter's lock for single texts. In CPU seconds of this process, whatever others have; the best of five tries,
+    since another process may have the core of one thread."""
     tokenizer = Tokenizer(MODEL)
     text = "word " * (1 << 17)
-    ids: list[int] = []
-    for long in (lambda: ids.extend(tokenizer.encode(text)), lambda: tokenizer.decode(ids)):
+    ids = tokenizer.encode(text)
+
+    def longest_part(long: Callable[[], object]) -> float:
         worker = threading.Thread(target=long)
-        begin = time.monotonic()
+        begin = last = time.process_time()
         worker.start()
-        longest, last = 0.0, time.monotonic()
+        longest = 0.0
         while worker.is_alive():
             time.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < (last - begin) / 2
+            now = time.process_time()
+            longest, last = max(longest, now - last), now
+        return longest / (last - begin)
+
+    for long in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
+        assert any(longest_part(long) < 0.5 for _ in range(5))
     assert tokenizer.decode(ids) == text
     assert ids == tokenizer._backend.encode(text).ids
 
@@ -218,7 +224,7 @@ def test_a_body_of_many_lists_is_read_without_looking_for_cycles(scripted: Stage
 
 
 class Beating:
-    """Asks a server for its health again and again. Within the block `longest` is the time that an answer took."""
+    """Asks a server for its health again and again. Within the block `longest` is the CPU time that this process had until an answer came."""
 
     def __init__(self, url: str) -> None:
         self._url, self._ends, self.longest = url, threading.Event(), 0.0
@@ -227,9 +233,9 @@ class Beating:
     def _ask(self) -> None:
         with httpx.Client(timeout=60) as client:
             while not self._ends.is_set():
-                begin = time.monotonic()
+                begin = time.process_time()
                 assert client.get(f"{self._url}/health").status_code == 200
-                self.longest = max(self.longest, time.monotonic() - begin)
+                self.longest = max(self.longest, time.process_time() - begin)
                 time.sleep(0.001)
 
     def __enter__(self) -> Beating:
