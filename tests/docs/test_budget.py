@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_build_seconds_count_each_command_once() -> None:
 
 def test_the_seconds_of_a_child_count_before_and_after_it_ends() -> None:
     begin = budget.cpu_seconds()
-    code = "import sys; sum(range(50_000_000)); print(flush=True); sys.stdin.read()"
+    code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
         assert child.stdout is not None and child.stdout.readline()
         alive = budget.cpu_seconds()
@@ -60,6 +61,29 @@ def test_a_slower_processor_has_more_seconds_and_a_faster_one_not_fewer() -> Non
     assert budget.pace([2 * budget.REFERENCE, 9.0, 1e-6]) == 2.0
     assert budget.pace([budget.REFERENCE / 2]) == budget.pace([]) == 1.0
     assert 0 < budget.timed_work() < 1
+
+
+@pytest.mark.parametrize(("slower", "status"), [(1.0, 1), (1.9, 1), (2.1, 0)])
+def test_a_build_of_a_slow_or_busy_machine_has_more_seconds(
+    slower: float,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / ".ninja_log").write_text("# ninja log v6\n0\t1200000\t0\ta.o\tc1\n")
+    (tmp_path / "CONTRIBUTING.md").write_text(TABLE)
+    monkeypatch.setattr(budget, "ROOT", tmp_path)
+    monkeypatch.setattr(budget, "PAGE", tmp_path / "CONTRIBUTING.md")
+    monkeypatch.setattr(budget, "time_while_busy", lambda: slower * budget.REFERENCE)
+    assert budget.main() == status
+    assert ("its budget is 600 s" in capsys.readouterr().out) == bool(status)
+
+
+def test_time_that_others_take_counts_for_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "work", lambda: time.sleep(0.005))
+    assert budget.time_while_busy() >= 0.005 > budget.timed_work()
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0, 1), (1000, 0)])
