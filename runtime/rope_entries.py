@@ -56,9 +56,14 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
     if original is not None:
         entries = {**entries, "original_max_position_embeddings": original}
     try:
-        return RopeParameters.parse(entries, theta, fields.size("max_position_embeddings"))
+        rope = RopeParameters.parse(entries, theta, fields.size("max_position_embeddings"))
+        if not math.isfinite(rope.table_factor):
+            raise ValueError(f"the factor of its cosines is {rope.table_factor}")
+    except ZeroDivisionError as error:  # the logarithm of 1
+        raise ConfigError(f"{table.origin}: original_max_position_embeddings must be over 1") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{table.origin}: {error}") from error
+    return rope
 
 
 def rope_table(fields: Fields) -> Mapping[str, Any]:

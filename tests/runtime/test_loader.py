@@ -285,6 +285,10 @@ def edited(**changes: Any) -> dict[str, Any]:
             {**GPT_OSS, "rope_parameters": None},
             "'rope_parameters' .* is missing",
         ),
+        (
+            {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings must be over 1",
+        ),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
         ({"sliding_window": 512}, "has no sliding window, got sliding_window = 512 with 4096 positions"),
