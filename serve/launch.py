@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterable
@@ -203,9 +204,22 @@ def admin_application(service: Service) -> Application:
     return Application(service, ENDPOINTS, None if path is None else KeyFile(path))
 
 
+class _Expected(logging.Filter):
+    """Leaves out what uvicorn says of a response that has no end because its client left, did not read, or was cut off by a second signal: the
+    request's line in the log has the reason, and stderr may be that log, which is JSON."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("ASGI callable returned without")
+
+
+_EXPECTED = _Expected()
+
+
 def make_server(app: Application, config: ServeConfig, tls: bool = True) -> uvicorn.Server:
     """uvicorn, without its own log and its own handling of signals."""
     import uvicorn
+
+    logging.getLogger("uvicorn.error").addFilter(_EXPECTED)
 
     class Quiet(uvicorn.Server):
         def capture_signals(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import socket
 import threading
 import time
@@ -129,8 +130,8 @@ def test_a_client_that_leaves_ends_its_request(llm: LLM, stream: bool) -> None:
         assert engine.left == 1
 
 
-def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
-    """Its request ends after slow_reader_seconds; others are served meanwhile."""
+def test_a_client_that_does_not_read_is_given_up(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Its request ends after slow_reader_seconds; others are served meanwhile. The HTTP server has nothing to say about it."""
     engine = ScriptedEngine(lambda ids, params: _long(params.max_tokens))
     with serving(service_of(llm, slow_reader_seconds=0.5), lambda service: engine) as url:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
@@ -147,6 +148,9 @@ def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
             assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
             wait_for(lambda: engine.active == 0)
             assert engine.left == 1
+    assert "ASGI" not in caplog.text
+    logging.getLogger("uvicorn.error").error("something else")
+    assert "something else" in caplog.text
 
 
 def _long(count: int) -> list[Any]:
