@@ -35,13 +35,13 @@ def completion_logprobs(
     """``logprobs`` of a choice of /v1/completions. `entries` of the token ids, None = unknown; `offsets` in the text."""
     texts = service.token_texts
     return {
-        "tokens": [texts.text_of(token) for token in ids],
+        "tokens": [texts.name_of(token) for token in ids],
         "token_logprobs": [None if one is None else max(one.logprob, LEAST) for one in entries],
         "top_logprobs": [
             None
             if one is None
             else {
-                texts.text_of(token): max(logprob, LEAST)
+                texts.name_of(token): max(logprob, LEAST)
                 for token, logprob in (*one.top, (one.token_id, one.logprob))
             }
             for one in entries

@@ -41,6 +41,15 @@ class TokenTexts:
         """The bytes as text, with U+FFFD for what is no whole character."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
+    def name_of(self, token: int) -> str:
+        """The bytes as text; where they are not whole characters, as OpenAI's completions write them (``bytes:\\xf0\\x9f``), so that candidates
+        for the same place have different names."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def _bytes(self, token: int) -> bytes:
         name = self._tokenizer.token(token)
         if name is None:
