@@ -88,8 +88,8 @@ SHAPES = (
     Shape(64, 2, 2, 1, 1, 1, 5, 32, (16, 32, 64)),
     Shape(128, 1, 2, 1, 1, 1, 6, 32, (32, 64, 80, 96, 128)),
     Shape(128, 2, 2, 1, 1, 1, 4, 32, (32, 64, 80, 96, 128)),
-    Shape(160, 2, 2, 1, 1, 1, 4, 16, (32, 64, 96, 128, 160)),
-    Shape(160, 2, 2, 1, 2, 1, 4, 16, (32, 64, 96, 128, 160)),
+    Shape(160, 2, 2, 1, 1, 1, 4, 32, (32, 64, 96, 128, 160)),
+    Shape(160, 2, 2, 1, 2, 1, 4, 32, (32, 64, 96, 128, 160)),
     Shape(256, 1, 2, 1, 1, 1, 4, 32, (32, 64, 96, 128, 160, 192, 224, 256)),
     Shape(256, 1, 2, 1, 2, 1, 4, 32, (32, 64, 96, 128, 160, 192, 224, 256)),
 )
@@ -206,11 +206,12 @@ def microseconds(choice: Choice, rows: int, experts: int, n: int, k: int, proces
     under_way = shape.slots * tile_rows * STEP * 2
     alone = math.ceil(tiles / places) * tile_rows * k * 2 * LATENCY / under_way
     together = float(sum(part**OVERLAP for part in (busiest, read, alone)) ** (1 / OVERLAP))
-    return (begun + together) / CLOCK * 1e6
+    return (begun + together * (COUPLED if shape.cluster > 1 else 1)) / CLOCK * 1e6
 
 
-LATENCY, OVERLAP = 1500, 5
-"""Clocks from a copy's request to its arrival; the power of the sum by which parts of a time hide each other, as in linear's models."""
+LATENCY, OVERLAP, COUPLED = 1500, 5, 1.02
+"""Clocks from a copy's request to its arrival; the power of the sum by which parts of a time hide each other, as in linear's models; what CTAs
+of a cluster lose by waiting for each other."""
 
 
 @lru_cache(maxsize=256)
