@@ -358,7 +358,7 @@ def test_two_event_loops_with_one_request_id() -> None:
     engine = AsyncEngine(core)
     together, refused = threading.Barrier(2), threading.Event()
     results: list[Any] = []
-    runner.before_step = lambda: refused.wait(20) and None  # type: ignore[func-returns-value]  # the one that is served has not ended before
+    runner.before_step = lambda: refused.wait(60) and None  # type: ignore[func-returns-value]  # the one that is served has not ended before
 
     def slowly(frame: Any, event: str, argument: Any) -> Any:
         """Waits at each line, so that both clients are between any two of them at the same time."""
@@ -422,10 +422,10 @@ def test_a_name_is_free_when_nothing_meant_for_its_request_is_under_way() -> Non
                 await asyncio.sleep(0.002)
         assert list(completed.token_ids) == expected_ids([3, 4], 500)
 
-    first = threading.Thread(target=lambda: run(leave(), 20))
+    first = threading.Thread(target=lambda: run(leave(), 60))
     first.start()
-    left.wait(20)
-    run(follow(), 20)
+    left.wait(60)
+    run(follow(), 60)
     first.join()
     run(engine.close())
 

@@ -69,7 +69,7 @@ def test_many_callers(folder: Path, make: Callable[..., LLM]) -> None:
             assert float(np.abs(long.vector - llm_embedding).max()) < 1e-5
             with pytest.raises(UsageError, match="AsyncEngine serves this model"):
                 llm.embed([1])
-            status = await engine.check_health(5)
+            status = await engine.check_health(60)
             assert (status.state, status.waiting, status.num_blocks) == ("running", 0, 0)
             assert status.max_request_tokens == 320 and status.weight_bytes == llm.weight_bytes > 0
 
@@ -136,7 +136,7 @@ def test_pause_drain_close(folder: Path, make: Callable[..., LLM]) -> None:
         await engine.pause()
         waits = asyncio.create_task(engine.embed([1]))
         await asyncio.sleep(0.05)
-        assert not waits.done() and (await engine.check_health(5)).state == "paused"
+        assert not waits.done() and (await engine.check_health(60)).state == "paused"
         await engine.resume()
         assert len(await waits) == 1
         await engine.pause()
