@@ -205,7 +205,9 @@ def test_calls_reach_every_replica(start: Callable[..., Any], tmp_path: Path) ->
         await replicas.generate(PROMPTS[0], PARAMS, request_id="r1")
 
         trace = asyncio.ensure_future(replicas.profile(3, tmp_path / "trace.json"))
-        await asyncio.sleep(0)  # its calls are on their way
+        while not all((tmp_path / f"trace-{number}.json").exists() for number in range(2)):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # the file is made a line before the profile is taken
         [refused, *_] = await replicas.profile(3, tmp_path / "other.json")
         assert isinstance(refused, UsageError) and "another profile" in str(refused)
         await asyncio.gather(*(replicas.generate(prompt, PARAMS) for prompt in PROMPTS[:2]))
