@@ -28,7 +28,7 @@ from gristmill.runtime.devices import notice
 from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.engine_loading import load_engine
 from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
-from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.errors import RankError, UsageError, explain_memory
 from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
@@ -87,7 +87,7 @@ class Engine(EngineMemory):
         options: those of `EngineConfig`, by name.
 
     Raises:
-        UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
+        UsageError: an invalid argument; a model that does not fit in memory; for an invalid directory, its kinds ConfigError or CheckpointError.
         PolicyError: a policy that is unreadable, or that this machine cannot satisfy.
         NoKernelError: no kernel can run an operation of the model here under the policy.
     """
@@ -114,7 +114,7 @@ class Engine(EngineMemory):
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
-        with progress_bar() as progress, ahead:
+        with progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
             runner, draft, config = load_engine(model, options, ahead, progress)
             self._start(

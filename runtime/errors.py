@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,14 +60,32 @@ def error_info(error: BaseException) -> ErrorInfo:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or the host ran out, from the exception or its causes: torch's own, or a failed call of the driver (by
-    torch, Triton or a library), which has only a text."""
+    torch, Triton or a library) or of torch's allocator for CPUs, which has only a text."""
     from torch import OutOfMemoryError
 
     return any(
         isinstance(one, OutOfMemoryError | MemoryError)
-        or (isinstance(one, RuntimeError) and "out of memory" in str(one).lower())
+        or (isinstance(one, RuntimeError) and any(text in str(one).lower() for text in _OUT_OF_MEMORY))
         for one in _chain(error)
     )
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@contextmanager
+def explain_memory(what: str, device: object) -> Iterator[None]:
+    """While a model is loaded: memory that runs out is a UsageError, which says what takes less."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UsageError) or not is_out_of_memory(error):
+            raise
+        cause = str(error).partition(" If reserved but")[0].strip() or type(error).__name__
+        raise UsageError(
+            f"{what} does not fit in memory (device {str(device)!r}): {cause.removesuffix('.')}. Less is taken by smaller weights "
+            "(quant='int4_g128'), a smaller cache (memory, num_blocks), smaller steps (max_batch_tokens, max_seqs), and a lower max_model_len"
+        ) from error
 
 
 def _chain(error: BaseException) -> list[BaseException]:

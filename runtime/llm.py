@@ -66,7 +66,7 @@ class LLM:
         options: those of `EngineConfig`, by name.
 
     Raises:
-        UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
+        UsageError: an invalid argument; a model that does not fit in memory; for an invalid directory, its kinds ConfigError or CheckpointError.
         PolicyError: a policy that is unreadable, or that this machine cannot satisfy.
         NoKernelError: no kernel can run an operation of the model here under the policy.
     """

@@ -14,7 +14,7 @@ from gristmill.quant.checkpoints.checkpoint import FLOATS, Checkpoint, NoTokeniz
 from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.devices import notice
 from gristmill.runtime.engine_config import EngineConfig
-from gristmill.runtime.errors import ConfigError, UsageError
+from gristmill.runtime.errors import ConfigError, UsageError, explain_memory
 from gristmill.runtime.kv_cache.size import step_limits
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.load import load_encoder
@@ -189,16 +189,18 @@ def load_pooling(
     """
     length = described.front.shape.max_length
     alone = mesh.world == 1
-    model = load_encoder(
-        described.checkpoint,
-        options.dtype,
-        options.quant,
-        options.device if alone else mesh.device,
-        options.loaded_policy if alone else policy,
-        progress,
-        length,
-        mesh,
-    )
+    device = options.device if alone else mesh.device
+    with explain_memory(str(described.checkpoint.path), device):
+        model = load_encoder(
+            described.checkpoint,
+            options.dtype,
+            options.quant,
+            device,
+            options.loaded_policy if alone else policy,
+            progress,
+            length,
+            mesh,
+        )
     seqs, tokens = step_limits(model.plans.device, options.max_seqs, options.max_batch_tokens)
     return PoolingEngine(
         model,

@@ -9,10 +9,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.completion import Chunk, Completion
 from gristmill.runtime.engine_thread import EngineDeadError
-from gristmill.runtime.errors import ErrorCode, ErrorInfo, RankError
+from gristmill.runtime.errors import ErrorCode, ErrorInfo, RankError, UsageError, error_info
 from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
@@ -189,3 +190,41 @@ def test_memory_of_a_rank() -> None:
     dead, rank = EngineDeadError("a step failed"), RankError("rank 1: 'collect' failed")
     dead.__cause__, rank.__cause__ = rank, torch.OutOfMemoryError("CUDA out of memory")
     assert dead.info == ErrorInfo("out_of_memory", "a step failed")
+
+
+def test_memory_of_the_host_that_runs_out_is_recognized() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 52, dtype=torch.uint8)
+    assert not isinstance(raised.value, torch.OutOfMemoryError)
+    assert error_info(raised.value).code == "out_of_memory"
+    assert error_info(RuntimeError("an illegal memory access")).code == "engine_failed"
+
+
+@pytest.mark.parametrize("options", [{}, {"task": "embed"}], ids=str)
+def test_a_model_that_does_not_fit(
+    options: dict[str, Any], make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a mistake of the caller, with what takes less; any other failure stays what it is."""
+    for error, expected, message in (
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is"
+            ),
+            UsageError,
+            r"docs-llama does not fit in memory \(device 'cpu'\): CUDA out of memory. Tried to allocate 2.00 GiB. Less is taken by .*quant=",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            UsageError,
+            "allocate memory. Less is taken by",
+        ),
+        (MemoryError(), UsageError, r"\(device 'cpu'\): MemoryError. Less is taken by"),
+        (RuntimeError("a bug"), RuntimeError, "^a bug$"),
+    ):
+
+        def fail(*given: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Weights, "tensor", fail)
+        with pytest.raises(expected, match=message):
+            make(LLAMA, **options)
