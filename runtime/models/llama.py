@@ -223,6 +223,7 @@ class Decoder:
     """A stack of decoder layers between an embedding and a logits head. Families set `make_layer`."""
 
     make_layer: ClassVar[Callable[..., Any]] = Layer
+    leaves_out = True
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config

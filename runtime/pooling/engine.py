@@ -189,6 +189,7 @@ class PoolingQueue:
             raise RequestTooLarge(f"a sequence of {longest} tokens, and the model takes {self.max_length}")
         requests, tokens = [PoolingRequest(each) for each in inputs], sum(len(each.ids) for each in inputs)
         with self._lock:
+            self._drop_cancelled()
             for count, most, what in (
                 (len(self._waiting) + len(requests), self.max_queued, "requests, more than max_queued"),
                 (self._tokens + tokens, self.max_queued_tokens, "tokens, more than max_queued_tokens"),
@@ -254,6 +255,7 @@ class PoolingQueue:
     def _take(self) -> list[PoolingRequest]:
         """The requests of the next batch, whose results can no longer be cancelled."""
         with self._lock:
+            self._drop_cancelled()
             oldest = self._waiting[:WINDOW]
             if not oldest:
                 return []
@@ -271,6 +273,17 @@ class PoolingQueue:
             self._tokens -= sum(len(request.input.ids) for request in chosen)
             self._computing = [request for request in chosen if request.result.set_running_or_notify_cancel()]
             return self._computing
+
+    def _drop_cancelled(self) -> None:
+        """Forget the requests whose callers have left. The lock is held."""
+        kept = list[PoolingRequest]()
+        for request in self._waiting:
+            if request.result.cancelled():
+                request.result.set_running_or_notify_cancel()
+                self._tokens -= len(request.input.ids)
+            else:
+                kept.append(request)
+        self._waiting = kept
 
     def compute(self, inputs: Sequence[PoolingInput]) -> Sequence[Tensor]:
         """float32 [columns] of each sequence, or [tokens, columns], on the host."""

@@ -102,6 +102,20 @@ def test_what_is_cancelled_is_not_computed() -> None:
     assert engine.step() == []
 
 
+def test_what_is_cancelled_takes_no_room() -> None:
+    """Neither in the queue nor in a batch: who waits behind callers that have left is next."""
+    engine, model = made(max_queued=3, max_queued_tokens=25)
+    for result in engine.add(inputs(9, 8, 8)):
+        result.cancel()
+    assert engine.waiting == 3
+    kept = engine.add(inputs(2, 1))
+    assert "2 waiting (3 tokens)" in engine.dump()
+    late = engine.add(inputs(4))
+    assert late[0].cancel() and len(engine.step()) == 2
+    assert model.batches == [(2, 1)] and [float(each.result()) for each in kept] == [2, 1]
+    assert "0 waiting (0 tokens)" in engine.dump()
+
+
 def test_a_failing_run_leaves_nothing_behind() -> None:
     engine, model = made()
     with pytest.raises(ArithmeticError):
