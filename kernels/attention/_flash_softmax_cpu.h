@@ -31,11 +31,20 @@ inline Visible visible(const Attention& a, const Task& t, int64_t query, int64_t
           int32_t(max(-1, min(last - at, kTile)))};
 }
 
+// The maximum of visible scores that is -infinity, or a NaN if one of them is: comparisons passed over it, and a row without a number must
+// not look like one without keys.
+inline float nan_or_less(const float* p, int64_t whole, Visible seen) {
+  for (int64_t i = seen.low, end = min(whole, seen.high + 1); i < end; ++i)
+    if (p[i] != p[i]) return p[i];
+  return minus_infinity();
+}
+
 inline float row_max(float* p, int64_t whole, Visible seen, const float* scales) {
   vf best = splat(minus_infinity());
   if (seen.all(whole) && !scales) {
     for (int64_t i = 0; i < whole; i += kLanes) best = max(best, load(p + i));
-    return max(best);
+    const float most = max(best);
+    return most == minus_infinity() ? nan_or_less(p, whole, seen) : most;
   }
   vi lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
@@ -46,7 +55,8 @@ inline float row_max(float* p, int64_t whole, Visible seen, const float* scales)
     store(p + i, score);
     best = max(best, score);
   }
-  return max(best);
+  const float most = max(best);
+  return most == minus_infinity() ? nan_or_less(p, whole, seen) : most;
 }
 
 // tanh x = 1 - 2 / (1 + e^2x) or, near 0, where that cancels, the first terms of its series.

@@ -489,6 +489,31 @@ def test_soft_caps_of_any_size(level: str, scales: str, softcap: float) -> None:
         assert figure(problem, {**a, "softcap": 0.0}, cpp(a, level)) <= OP.tolerance(problem).limit
 
 
+@pytest.mark.parametrize("level", [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")])
+@pytest.mark.parametrize("more", ["", ",softcap=true", ",window=5", ",sinks=true", ",lse=true"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "q_tokens=9,seqs=3,max_q=7,max_ctx=40,total_ctx=60",
+        "q_tokens=2,seqs=2,max_q=1,max_ctx=3000,total_ctx=5000",
+    ],
+)
+def test_a_query_without_numbers_gives_none(level: str, more: str, sizes: str) -> None:
+    """It does not look like one without keys, whose result is 0: damaged weights must show in the logits."""
+    _, a = arguments_of(f"{sizes},heads=4,kv_heads=2,head_dim=64,x=fp32{more}")
+    expected = cpp(a, level)
+    a["q"] = a["q"].clone()
+    a["q"][1, 2] = math.nan
+    out, *lse = cpp(a, level)
+    right, *_ = run(TORCH.load(), {}, a)
+    assert out[1, 2].isnan().all() and right[1, 2].isnan().all() and out.isnan().sum() == 64
+    out[1, 2] = expected[0][1, 2]
+    torch.testing.assert_close(out, expected[0])
+    for mine, before in zip(lse, expected[1:], strict=True):
+        mine[1, 2] = before[1, 2]
+        torch.testing.assert_close(mine, before)
+
+
 @pytest.mark.parametrize("softcap", [-1.0, math.inf, math.nan])
 def test_soft_caps_that_are_none_are_refused(softcap: float) -> None:
     _, a = arguments_of(OP.examples[2])
