@@ -16,6 +16,7 @@ from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime import engine_loading, verify_ahead
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.models import llama
 from gristmill.runtime.runner import Runner
@@ -90,11 +91,11 @@ def test_the_pool_ends_with_a_load_that_fails(
         raise MemoryError("no memory for the cache")
 
     monkeypatch.setattr(engine_loading, "make_cache", fail)
-    with pytest.raises(MemoryError, match="no memory for the cache"):
+    with pytest.raises(UsageError, match=r"does not fit in memory .*: no memory for the cache"):
         make(LLAMA, warm="auto", policy=replace(policy, cache=str(tmp_path)), **LIMITS)
     left = set(threading.enumerate()) - before
     assert started[0]._pool is None and not [t for t in left if t.name.startswith("ThreadPool")]
-    with pytest.raises(MemoryError, match="no memory for the cache"):
+    with pytest.raises(UsageError, match=r"does not fit in memory .*: no memory for the cache"):
         make(LLAMA, warm="off", **LIMITS)
     assert len(started) == 1, "off verifies nothing ahead"
 
