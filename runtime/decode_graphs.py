@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing_on, only_what_has_run
+from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.call_list import UnrecordableError
@@ -46,6 +46,7 @@ from gristmill.runtime.graph_memory import (
     NO_MEMORY,
     OVER_BOUND,
     GraphMemory,
+    run_and_capture,
     together,
     why_not_captured,
 )
@@ -172,9 +173,8 @@ class DecodeGraphs:
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool: tuple[int, int] | None = None
-        self._have_run: set[int] = (
-            set()
-        )  # tokens per sequence of the kinds of steps that have run on the stream
+        # Tokens per sequence of the kinds of steps that have run on the stream.
+        self._have_run: set[int] = set()
         self._step_memory = StepMemory()  # of recorded steps, on a CPU
 
     def prepare(
@@ -303,24 +303,12 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(stream):
                 made.buffers.clear()
-            has_run = has_room = False
-            if made.per_seq not in self._have_run or self.model.plans.mesh.world > 1:
-                self._run_before(made, stream)
-                has_run = True
-            while made.graph is None:
-                try:
-                    with nullcontext() if has_run else only_what_has_run():
-                        made.graph = self._record(made, stream)
-                except RuntimeError as error:
-                    if is_out_of_memory(error) and not has_room:
-                        # A capture cannot take the free memory that torch keeps for other work.
-                        torch.cuda.empty_cache()
-                        has_room = True
-                    elif not is_out_of_memory(error) and not has_run:
-                        self._run_before(made, stream)
-                        has_run = True
-                    else:
-                        raise
+            at_once = made.per_seq in self._have_run and self.model.plans.mesh.world == 1
+            run_and_capture(
+                partial(self._run_before, made, stream),
+                partial(self._capture_with_room, made, stream),
+                at_once,
+            )
             with torch.cuda.stream(stream):
                 made.holds = self.model.plans.workspaces.held()
         finally:
@@ -331,6 +319,17 @@ class DecodeGraphs:
         with torch.cuda.stream(stream), together(self.model.plans.mesh):
             self.compute(made)
         self._have_run.add(made.per_seq)
+
+    def _capture_with_room(self, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
+        """Capture the step of a graph, if need be in what torch keeps for other work, which a capture cannot take."""
+        try:
+            made.graph = self._record(made, stream)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()
+        made.graph = self._record(made, stream)
 
     def _record(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -15,10 +15,9 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.graph_memory import check_graph_memory
-from gristmill.runtime.integers import as_flag, plain
+from gristmill.runtime.integers import as_flag, check_bytes_or_part, plain
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.sampling_params import check_integers, check_memory
+from gristmill.runtime.sampling_params import check_integers
 from gristmill.runtime.speculation.config import Speculation
 
 P = ParamSpec("P")
@@ -148,8 +147,8 @@ class EngineConfig:
             if (flag := as_flag(value)) is None and (value is not None or "None" not in wanted):
                 raise UsageError(f"{name} must be {wanted}, got {value!r}")
             self._set(name, flag)
-        check_memory(self.memory)
-        check_graph_memory(self.graph_memory)
+        check_bytes_or_part("memory", self.memory, "the free memory", least=1)
+        check_bytes_or_part("graph_memory", self.graph_memory, "the device's memory", least=0)
         check_integers(
             block_size=self.block_size,
             max_seqs=self.max_seqs,

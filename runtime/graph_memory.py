@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from gristmill.autotune.captures import only_what_has_run
 from gristmill.autotune.errors import UnpreparedError
-from gristmill.runtime.errors import UsageError, is_out_of_memory
+from gristmill.runtime.errors import is_out_of_memory
 from gristmill.runtime.parallel.mesh import Mesh
 
 NO_MEMORY = "there was no memory to capture it"
@@ -22,15 +23,6 @@ DRIVER = 64 * MIB
 the device lost beyond that went to other processes."""
 SHARE = 0.05
 """The default bound, as a fraction of the device's memory."""
-
-
-def check_graph_memory(memory: int | float | None) -> None:
-    """UsageError: neither bytes nor a fraction."""
-    is_bytes = type(memory) is int and memory >= 0
-    if memory is not None and not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
-        raise UsageError(
-            f"graph_memory must be bytes (an int) or a part of the device's memory (a float up to 1), got {memory!r}"
-        )
 
 
 class GraphMemory:
@@ -118,6 +110,19 @@ def together(mesh: Mesh) -> Iterator[None]:
         raise StepMemoryError(
             f"rank {mesh.rank} has no memory for a step (a smaller cache by memory or num_blocks leaves more): {error}"
         ) from None
+
+
+def run_and_capture(run: Callable[[], None], capture: Callable[[], None], at_once: bool) -> None:
+    """Run a step and capture it. at_once: without the run, unless the step calls a kernel that has not run, or cannot be captured so."""
+    if at_once:
+        try:
+            with only_what_has_run():
+                return capture()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+    run()
+    return capture()
 
 
 def why_not_captured(capture: Callable[[], None]) -> tuple[str, str]:

@@ -37,6 +37,15 @@ def plain(value: T) -> T:
     return value if integer is None else cast(T, integer)
 
 
+def check_bytes_or_part(name: str, value: object, whole: str, least: int) -> None:
+    """UsageError unless a value is None, bytes as an int of at least `least`, or a part of `whole` as a float up to 1."""
+    is_bytes = type(value) is int and value >= least
+    if value is not None and not is_bytes and not (isinstance(value, float) and 0 < value <= 1):
+        raise UsageError(
+            f"{name} must be bytes (an int) or a part of {whole} (a float up to 1), got {value!r}"
+        )
+
+
 def is_integers(value: object) -> bool:
     """Whether a value is a sequence of integers rather than of other things, by its first element; an array, by its dimensions."""
     dimensions = getattr(value, "ndim", None)

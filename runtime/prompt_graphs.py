@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing_on, only_what_has_run
+from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import is_out_of_memory
-from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, together, why_not_captured
+from gristmill.runtime.graph_memory import (
+    OVER_BOUND,
+    GraphMemory,
+    run_and_capture,
+    together,
+    why_not_captured,
+)
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
@@ -206,17 +211,8 @@ class PromptGraphs:
                 self._hidden(made.size)
                 self._inputs[:2, : made.size] = 0
                 self._inputs[2:, : made.size] = -1
-            has_run = not self._has_run or self.model.plans.mesh.world > 1
-            if has_run:
-                self._run_before(made, stream)
-            try:
-                with nullcontext() if has_run else only_what_has_run():
-                    self._record(made, stream)
-            except RuntimeError as error:
-                if has_run or is_out_of_memory(error):
-                    raise
-                self._run_before(made, stream)
-                self._record(made, stream)
+            run, capture = partial(self._run_before, made, stream), partial(self._record, made, stream)
+            run_and_capture(run, capture, self._has_run and self.model.plans.mesh.world == 1)
             with torch.cuda.stream(stream):
                 made.holds = self.model.plans.workspaces.held()
 

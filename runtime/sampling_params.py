@@ -249,15 +249,6 @@ def check_integers(**values: object) -> None:
             raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def check_memory(memory: int | float | None) -> None:
-    """UsageError unless it is a size of the KV cache: bytes, a fraction of the free memory, or None."""
-    is_bytes = type(memory) is int and memory > 0
-    if memory is not None and not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
-        raise UsageError(
-            f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
-        )
-
-
 def is_seconds(value: object) -> bool:
     """Whether a value is a number of at least 0, which may be infinite."""
     return isinstance(value, Real) and not isinstance(value, bool) and bool(float(value) >= 0)
