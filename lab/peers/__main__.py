@@ -65,7 +65,8 @@ def arguments(
     if options.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
     ours = {kernel.name for kernel in default_registry().all_kernels()}
-    if unknown := sorted({name for name in options.configurations.split(",") if name} - ours):
+    options.configurations = tuple(name for name in options.configurations.split(",") if name)
+    if unknown := sorted({*options.configurations} - ours):
         parser.error(f"no kernels {', '.join(unknown)}")
     for name, there in (("groups", all_groups), ("peers", known)):
         chosen = [one for one in getattr(options, name).split(",") if one]
@@ -131,8 +132,7 @@ def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = N
 def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """The exit status, and the content of the result file; {} if there is none."""
     settings = DRY if options.dry else Settings(options.device, options.rounds, options.others)
-    names = tuple(name for name in options.configurations.split(",") if name)
-    settings = replace(settings, configurations=names)
+    settings = replace(settings, configurations=options.configurations)
     chosen = [group.dry if options.dry else group for group in options.groups.values()]
     absent = {name: peer.absence for name, peer in options.peers.items()}
     here = [peer for name, peer in options.peers.items() if not absent[name]]

@@ -17,7 +17,6 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.dense_sm90 import shapes
-from gristmill.kernels.moe.grouped_linear.dense_sm90.spec import misfit_of
 from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def config(problem: Problem, target: Target) -> Config:
 def misfit(problem: Problem, config: Config) -> str | None:
     """None, or why the shapes of a configuration do not multiply the weights of `problem`."""
     e, h, i = problem.integers(*"ehi")
-    return misfit_of(config, "1", h, e) or misfit_of(config, "2", i, e)
+    return shapes.misfit_of(config, "1", h, e) or shapes.misfit_of(config, "2", i, e)
 
 
 KERNEL = Kernel(

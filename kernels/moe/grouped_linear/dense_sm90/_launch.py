@@ -94,7 +94,6 @@ def product(
         setattr(args, field, int(config[field]))
     code = cuda_entry(f"gm_grouped_dense_{dtype_name(x.dtype)}_sm90", ARGS)(args)
     if code:
-        shape = shapes.named({field: int(config[field]) for field in shapes.NAMES})
-        reason = "no such shape" if shape is None else shapes.misfit(shape, k) or shapes.room(shape, experts)
+        reason = shapes.misfit_of(config, "", k, experts)
         need(reason is None, f"{name}: {reason}")
         check(code, name)

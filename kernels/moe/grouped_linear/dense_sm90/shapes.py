@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 
 TYPES = ("fp16", "bf16")
@@ -151,6 +152,12 @@ def room(shape: Shape, experts: int) -> str | None:
 def named(config: dict[str, int]) -> Shape | None:
     """The shape of a configuration's mt, blocks, groups, slices and cluster; None if there is none."""
     return next((one for one in SHAPES if all(config[name] == getattr(one, name) for name in NAMES)), None)
+
+
+def misfit_of(config: Config, number: str, k: int, experts: int) -> str | None:
+    """Why the shape whose fields in a configuration end with a number does not multiply by [experts, N, K]; None if it does."""
+    shape = named({name: int(config[f"{name}{number}"]) for name in NAMES})
+    return "no such shape" if shape is None else misfit(shape, k) or room(shape, experts)
 
 
 NAMES = ("mt", "blocks", "groups", "slices", "cluster")

@@ -37,15 +37,7 @@ def config(problem: Problem, target: Target) -> Config:
 
 def misfit(problem: Problem, config: Config) -> str | None:
     """None, or why the shape of a configuration does not multiply the weights of `problem`."""
-    return misfit_of(config, "", problem.integer("k"), problem.integer("e"))
-
-
-def misfit_of(config: Config, number: str, k: int, experts: int) -> str | None:
-    """The same of the shape whose fields in a configuration end with a number."""
-    shape = shapes.named({name: int(config[f"{name}{number}"]) for name in shapes.NAMES})
-    if shape is None:
-        return "no such shape"
-    return shapes.misfit(shape, k) or shapes.room(shape, experts)
+    return shapes.misfit_of(config, "", problem.integer("k"), problem.integer("e"))
 
 
 KERNEL = Kernel(
