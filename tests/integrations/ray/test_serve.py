@@ -106,7 +106,9 @@ def test_a_client_that_goes_away_ends_its_request(served: tuple[Any, str]) -> No
 
 
 def test_many_at_once(served: tuple[Any, str], expected: Any) -> None:
-    answers = [served[0].generate.remote(PROMPT, PARAMS) for _ in range(5)]
+    """Twice max_seqs: as many as may wait (max_queued) if all arrive within one step."""
+    idle(served[0])
+    answers = [served[0].generate.remote(PROMPT, PARAMS) for _ in range(4)]
     assert {tuple(answer.result(timeout_s=60)[0]["token_ids"]) for answer in answers} == {expected.token_ids}
 
 
