@@ -1,4 +1,4 @@
-"""Native entries of the library of PTX that take a call as one struct: `native_call.CallEntry` for GPUs from sm_80 on."""
+"""Native entries of the libraries of PTX that take a call as one struct: `native_call.CallEntry` for GPUs from an architecture on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from gristmill.kernels.native_call import CUDA_ARGUMENTS, CallEntry, Options
 
 
 class PtxCallEntry(CallEntry):
-    """The entry `name` for the calls of `op`."""
+    """The entry `name` for the calls of `op` in the library for `arch`, ``compute_75`` for example."""
+
+    def __init__(self, name: str, op: str, arch: str = ARCH) -> None:
+        super().__init__(name, op)
+        self._arch = arch
 
     @cached_property
     def _cuda(self) -> tuple[Callable[..., int], Options]:
-        options = self._options(cuda_library(ARCH), self.name)
-        return cuda_function(self.name, ARCH, CUDA_ARGUMENTS), options
+        options = self._options(cuda_library(self._arch), self.name)
+        return cuda_function(self.name, self._arch, CUDA_ARGUMENTS), options

@@ -18,7 +18,7 @@ from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels import native
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.block_scaled_sm120._launch import launch
 from gristmill.kernels.linear.block_scaled_sm120.shapes import SHAPES, room_of
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
@@ -70,10 +70,10 @@ def library_for(sources: list[Path], build: Path) -> Iterator[None]:
     subprocess.run(["cmake", "--build", build, "--target", "gristmill_cuda_compute120f"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "library_dir", lambda: build / "_lib")
-        for cached in (native.cuda_library, native.cuda_function, ptx_entry_of):
+        for cached in (native.cuda_library, native.cuda_function, ptx_entry):
             cached.cache_clear()
         yield
-    for cached in (native.cuda_library, native.cuda_function, ptx_entry_of):
+    for cached in (native.cuda_library, native.cuda_function, ptx_entry):
         cached.cache_clear()
 
 

@@ -18,7 +18,7 @@ from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.block_scaled_sm120 import _launch, shapes
 from gristmill.kernels.linear.block_scaled_sm120.args import ARGS, QUANTIZE
 from gristmill.kernels.linear.block_scaled_sm120.shapes import SHAPES
@@ -156,7 +156,7 @@ def test_parts_of_a_workspace_do_not_overlap_and_are_aligned() -> None:
 def ask_library(format: str, **changed: int) -> int:
     """The library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     good = {"device": -1, "m": 64, "n": 64, "k": 256, "y_type": 2, "mt": 16, "warps": 4, "grid": 1}
-    entry = ptx_entry_of(f"gm_linear_{format}_sm120f", ARGS, _launch.ARCH)
+    entry = ptx_entry(f"gm_linear_{format}_sm120f", ARGS, _launch.ARCH)
     return entry(ARGS.new(**(good | changed)))
 
 
@@ -216,7 +216,7 @@ def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
 )
 def test_the_quantizer_refuses(changed: dict[str, int], code: int) -> None:
     good = {"device": 0, "m": 1, "k": 256, "ldx": 256, "x_type": 2, "format": 1, "x": POINTER}
-    entry = ptx_entry_of("gm_quantize_blocks_sm120f", QUANTIZE, _launch.ARCH)
+    entry = ptx_entry("gm_quantize_blocks_sm120f", QUANTIZE, _launch.ARCH)
     assert entry(QUANTIZE.new(**(good | changed))) == code
 
 

@@ -18,7 +18,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.frag16_sm75 import _launch_decode, _launch_gemm, decode, gemm
 from gristmill.kernels.linear.frag16_sm75.weights import stored
 from gristmill.kernels.linear.frag16_sm80.args import ARGS
@@ -58,7 +58,7 @@ def kernel_of(form: Format, schedule: str) -> Kernel:
 def ask(form: str, schedule: str, **fields: int) -> int:
     """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     given = {"device": -1, "n": 64, "k": 256, "ldx": 256, "x_type": 1, "scale_type": 1, "split": 1, "nt": 1}
-    return ptx_entry_of(f"gm_linear_{form}_{schedule}_sm75", ARGS, "compute_75")(ARGS.new(**(given | fields)))
+    return ptx_entry(f"gm_linear_{form}_{schedule}_sm75", ARGS, "compute_75")(ARGS.new(**(given | fields)))
 
 
 @pytest.mark.parametrize(

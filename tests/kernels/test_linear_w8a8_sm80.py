@@ -12,7 +12,7 @@ from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES, MOST_SHARED
 from gristmill.kernels.linear.w8a8_sm80 import _launch, _launch_sm80, _launch_sm89, shapes
 from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE, QUANTIZE_FP8
@@ -194,7 +194,7 @@ def ask(operands: Operands = INT8, **changed: int) -> int:
         "row_block": POINTER,
     }
     library(operands.arch)
-    entry = ptx_entry_of(f"gm_w8a8_linear_{operands.format}", ARGS, f"compute_{operands.arch}")
+    entry = ptx_entry(f"gm_w8a8_linear_{operands.format}", ARGS, f"compute_{operands.arch}")
     return entry(ARGS.new(**(good | changed)))
 
 
@@ -259,7 +259,7 @@ def test_the_library_refuses_scales_of_blocks(changed: dict[str, int]) -> None:
 )
 def test_the_quantizer_refuses(changed: dict[str, int], code: int) -> None:
     good = {"device": 0, "m": 1, "k": 256, "ldx": 256, "x_type": 2, "x": POINTER}
-    entry = ptx_entry_of("gm_quantize_int8_sm80", QUANTIZE, "compute_80")
+    entry = ptx_entry("gm_quantize_int8_sm80", QUANTIZE, "compute_80")
     assert entry(QUANTIZE.new(**(good | changed))) == code
 
 
@@ -280,7 +280,7 @@ def test_the_quantizer_refuses(changed: dict[str, int], code: int) -> None:
 def test_the_quantizer_of_e4m3_refuses(changed: dict[str, int], code: int) -> None:
     good = {"device": 0, "m": 1, "k": 256, "ldx": 256, "x_type": 2, "x": POINTER, "maxima": POINTER}
     library("89")
-    entry = ptx_entry_of("gm_quantize_fp8_sm89", QUANTIZE_FP8, "compute_89")
+    entry = ptx_entry("gm_quantize_fp8_sm89", QUANTIZE_FP8, "compute_89")
     assert entry(QUANTIZE_FP8.new(**(good | changed))) == code
 
 

@@ -14,7 +14,7 @@ from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.block_scaled_sm120._launch import ARCH
 from gristmill.kernels.linear.block_scaled_sm120.args import QUANTIZE
 from gristmill.kernels.linear.block_scaled_sm120.shapes import SHAPES
@@ -132,7 +132,7 @@ def ask_library(format: str, **changed: int) -> int:
     """The library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     good = {"device": -1, "rows": 64, "experts": 8, "n": 64, "k": 256, "top_k": 1, "y_type": 2}
     good |= {"mt": 16, "warps": 4, "grid": 1, "offsets": 64}
-    return ptx_entry_of(f"gm_grouped_{format}_sm120f", ARGS, ARCH)(ARGS.new(**(good | changed)))
+    return ptx_entry(f"gm_grouped_{format}_sm120f", ARGS, ARCH)(ARGS.new(**(good | changed)))
 
 
 @needs_library
@@ -185,7 +185,7 @@ def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
 )
 def test_the_quantizer_of_rows_refuses(changed: dict[str, int], code: int) -> None:
     good = {"device": 0, "m": 1, "k": 256, "ldx": 256, "x_type": 2, "x": 64, "by_row": 1, "factor": 64}
-    entry = ptx_entry_of("gm_quantize_blocks_sm120f", QUANTIZE, ARCH)
+    entry = ptx_entry("gm_quantize_blocks_sm120f", QUANTIZE, ARCH)
     assert entry(QUANTIZE.new(**(good | changed))) == code
 
 

@@ -15,7 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels import interpreter
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.frag16_sm75.decode import SHARED, STATIC_SHARED, THREADS
 from gristmill.kernels.linear.frag16_sm75.gemm import Shape
 from gristmill.kernels.linear.frag16_sm80.formats import FORMATS, Format, format_of
@@ -105,7 +105,7 @@ def ask(form: str = "int4_g128", **changed: int) -> int:
         "ldx": 1024,
     }
     valid |= {"top_k": 1, "x_type": 1, "scale_type": 1, "mt": 16, "warps": 4, "grid": 40}
-    entry = ptx_entry_of(f"gm_grouped_linear_{form}_sm75", ARGS, "compute_75")
+    entry = ptx_entry(f"gm_grouped_linear_{form}_sm75", ARGS, "compute_75")
     return entry(ARGS.new(**(valid | changed)))
 
 

@@ -246,8 +246,8 @@ def test_whole_calls_are_those_of_the_reference(
 ) -> None:
     """The launchers too: what they pass to the entries, over one workspace. Permute and combine are torch's here."""
     entries, stream = Entries(library), SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(_launch, "ptx_entry_of", entries.entry)
-    monkeypatch.setattr(linear_launch, "ptx_entry_of", entries.entry)
+    monkeypatch.setattr(_launch, "ptx_entry", entries.entry)
+    monkeypatch.setattr(linear_launch, "ptx_entry", entries.entry)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(permute_triton, "launch", permute_torch.launch)
     monkeypatch.setattr(combine_triton, "launch", combine_torch.launch)

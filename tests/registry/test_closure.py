@@ -33,10 +33,8 @@ CALLS = {
     "best_config",
     "CallEntry",
     "PtxCallEntry",
-    "PtxCallEntryOf",
     "cuda_entry",
     "ptx_entry",
-    "ptx_entry_of",
     "hip_entry",
 }
 
@@ -185,8 +183,6 @@ def called(name: str) -> frozenset[str]:
             "kernels/native_call.py",
             "kernels/cuda_ptx.py",
             "kernels/cuda_ptx_call.py",
-            "kernels/cuda_ptx_call_of.py",
-            "kernels/cuda_ptx_of.py",
         )
     )
 

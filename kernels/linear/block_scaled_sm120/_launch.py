@@ -10,7 +10,7 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, row_stride
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_sm120.args import ARGS, QUANTIZE
@@ -73,7 +73,7 @@ def launch(config: Config, call: LinearCall) -> None:
     args.m, args.n, args.k, args.y_type = m, rows, k, DTYPE_CODES[dtype_name(x.dtype)]
     for field in ("mt", "warps", "grid", "share"):
         setattr(args, field, config[field])
-    check(ptx_entry_of(f"gm_linear_{form}_sm120f", ARGS, ARCH)(args), name)
+    check(ptx_entry(f"gm_linear_{form}_sm120f", ARGS, ARCH)(args), name)
     if call.silu_mul:
         # the kernel has added the bias
         finish(out.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
@@ -99,7 +99,7 @@ def quantize(x: Tensor, form: str, m: int, to: Places, *, by_row: bool = False) 
     args.stream = torch.cuda.current_stream(device).cuda_stream
     args.codes, args.scales, args.factor, args.maxima = to
     args.x, args.ldx = x.data_ptr(), stride
-    check(ptx_entry_of("gm_quantize_blocks_sm120f", QUANTIZE, ARCH)(args), f"quantizing to {form}")
+    check(ptx_entry("gm_quantize_blocks_sm120f", QUANTIZE, ARCH)(args), f"quantizing to {form}")
 
 
 def _gated(workspace: Tensor, start: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.frag16_sm75._launch import run
 from gristmill.kernels.linear.frag16_sm75.decode import workspace_of
 from gristmill.kernels.linear.frag16_sm80.args import ARGS
@@ -18,7 +18,7 @@ def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 8 rows of x."""
     size = workspace_of(call.out.shape[-1] * (2 if call.silu_mul else 1), config)
     run(
-        lambda form: ptx_entry_of(f"gm_linear_{form}_decode_sm75", ARGS, "compute_75"),
+        lambda form: ptx_entry(f"gm_linear_{form}_decode_sm75", ARGS, "compute_75"),
         config,
         call,
         size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.w8a8_sm80._launch import Entry, Rows, quantize_to_int8, run
 from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE
 
@@ -20,9 +20,9 @@ def launch(config: Config, call: LinearCall) -> None:
 
 def product() -> Entry:
     """The entry that multiplies."""
-    return ptx_entry_of("gm_w8a8_linear_int8_sm75", ARGS, "compute_75")
+    return ptx_entry("gm_w8a8_linear_int8_sm75", ARGS, "compute_75")
 
 
 def quantize(config: Config, rows: Rows) -> None:
     """x to int8, by rows."""
-    quantize_to_int8(ptx_entry_of("gm_quantize_int8_sm75", QUANTIZE, "compute_75"), rows)
+    quantize_to_int8(ptx_entry("gm_quantize_int8_sm75", QUANTIZE, "compute_75"), rows)

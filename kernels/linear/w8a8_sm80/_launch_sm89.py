@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.w8a8_sm80._launch import Entry, Rows, quantize_to_fp8, run
 from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE_FP8
 from gristmill.kernels.linear.w8a8_sm80.shapes import FP8_BLOCK
@@ -23,14 +23,14 @@ def launch(config: Config, call: LinearCall) -> None:
 
 def of_rows() -> Entry:
     """The entry that multiplies with scales of rows."""
-    return ptx_entry_of("gm_w8a8_linear_fp8_sm89", ARGS, ARCH)
+    return ptx_entry("gm_w8a8_linear_fp8_sm89", ARGS, ARCH)
 
 
 def of_blocks() -> Entry:
     """The entry that multiplies with scales of blocks."""
-    return ptx_entry_of("gm_w8a8_linear_fp8_block_sm89", ARGS, ARCH)
+    return ptx_entry("gm_w8a8_linear_fp8_block_sm89", ARGS, ARCH)
 
 
 def quantize(config: Config, rows: Rows) -> None:
     """x to e4m3, in the format of the configuration."""
-    quantize_to_fp8(ptx_entry_of("gm_quantize_fp8_sm89", QUANTIZE_FP8, ARCH), str(config["activation"]), rows)
+    quantize_to_fp8(ptx_entry("gm_quantize_fp8_sm89", QUANTIZE_FP8, ARCH), str(config["activation"]), rows)

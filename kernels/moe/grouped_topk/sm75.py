@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.cuda_ptx_call_of import PtxCallEntryOf
+from gristmill.kernels.cuda_ptx_call import PtxCallEntry
 from gristmill.kernels.moe.grouped_topk._cuda import kernel
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedTopkCall
 
-ENTRY = PtxCallEntryOf("gm_grouped_topk_sm75", "grouped_topk", "compute_75")
+ENTRY = PtxCallEntry("gm_grouped_topk_sm75", "grouped_topk", "compute_75")
 
 
 def launch(config: Config, call: GroupedTopkCall) -> None:

@@ -9,7 +9,7 @@ import torch
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear.frag16_sm75.weights import stored
 from gristmill.kernels.moe.grouped_linear.frag16_sm80.args import ARGS
 from gristmill.kernels.native import check
@@ -74,4 +74,4 @@ def launch(config: Config, call: GroupedLinearCall) -> None:
         args.row_scale = second.data_ptr()
     elif second.dtype != torch.float32:
         args.scale_type = DTYPE_CODES[dtype_name(second.dtype)]
-    check(ptx_entry_of(f"gm_grouped_linear_{form.name}_sm75", ARGS, "compute_75")(args), what)
+    check(ptx_entry(f"gm_grouped_linear_{form.name}_sm75", ARGS, "compute_75")(args), what)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
-from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.cuda_ptx import ptx_entry
 from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_sm120._launch import ARCH, Places, quantize
 from gristmill.kernels.moe.moe.block_scaled_sm120.args import ARGS
@@ -57,4 +57,4 @@ def product(config: Config, room: Sequence[Tensor], call: GroupedLinearCall) -> 
     args.silu_mul, args.clamp, args.alpha, args.limit = call.silu_mul, call.clamp, call.alpha, call.limit
     args.y_type = DTYPE_CODES[dtype_name(x.dtype)]
     args.mt, args.warps, args.grid = (int(config[field]) for field in ("mt", "warps", "grid"))
-    check(ptx_entry_of(f"gm_grouped_{form}_sm120f", ARGS, ARCH)(args), name)
+    check(ptx_entry(f"gm_grouped_{form}_sm120f", ARGS, ARCH)(args), name)
