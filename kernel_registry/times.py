@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from statistics import median
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.store import NEAR_LIMIT, Store, Timing, config_key, distance, target_key
 from gristmill.kernel_registry.target import Target
 
-CODES = "codes"
-"""The axis that says that x was quantized before the call: the product is the same, so its tuned configuration serves without times of its own."""
+PLAIN: dict[str, AxisValue] = {"codes": False, "epilogue": "none"}
+"""Axes beside a product, and their values without anything beside it: whether x was quantized before the call, and what follows. The product is
+the same, so configurations that were measured without them serve a problem that has no times of its own."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class _Near:
     """A measured time and the distance of its problem from the requested one.
 
     Attributes:
-        same: the static problem is the same, but for `floats`.
+        same: the static problem is the same, but for `plain`.
         sibling: taken on another device.
-        floats: taken with x in floats, where the problem gives codes.
+        plain: axes of `PLAIN` that the problem has and this one has not.
     """
 
     timing: Timing
@@ -32,17 +34,17 @@ class _Near:
     far: float
     same: bool
     sibling: bool
-    floats: bool
+    plain: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
         """Taken here, of this very problem."""
-        return self.far == 0 and not self.sibling and not self.floats
+        return self.far == 0 and not self.sibling and not self.plain
 
     @property
-    def rank(self) -> tuple[bool, bool, float, float]:
+    def rank(self) -> tuple[bool, int, tuple[str, ...], float, float]:
         """Smaller is better: what was taken here, of this problem, near, fast."""
-        return self.sibling, self.floats, self.far, self.timing.us
+        return self.sibling, len(self.plain), self.plain, self.far, self.timing.us
 
 
 class Times:
@@ -53,33 +55,33 @@ class Times:
         self._near: dict[str, list[_Near]] = {}
         own = target_key(target)
         places = (own, *store.siblings(op.name, target))
-        for place, wanted in product(places, (problem, *_in_floats(problem))):
+        for place, (wanted, plain) in product(places, _plainer(problem)):
             for at, timings in store.alike(op, place, wanted):
                 if (far := distance(wanted, at, op.dynamic)) > NEAR_LIMIT:
                     continue
-                same, floats = op.static(wanted) == op.static(at), wanted is not problem
+                same = op.static(wanted) == op.static(at)
                 for timing in timings:
                     interpreted = timing.toolchain.endswith(",interpreter")
                     if deployed(timing) and interpreted == build.triton_interpreter:
                         self._near.setdefault(timing.kernel, []).append(
-                            _Near(timing, at, far, same, place != own, floats)
+                            _Near(timing, at, far, same, place != own, plain)
                         )
 
     def config(self, kernel: Kernel) -> Config | None:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
 
         A configuration contains what the launcher needs of the static problem, so the one of another static problem cannot
-        be used, however near that is; nor can one that does not fit the dynamic sizes of this problem. Where x is given as codes, the
-        one of x in floats is used if the kernel has it for codes too.
+        be used, however near that is; nor can one that does not fit the dynamic sizes of this problem. One of the product without what is
+        beside it (`PLAIN`) is used if the kernel has it for this problem too.
         """
         known = [n for n in self._records_of(kernel) if n.same]
-        own = self._configs(kernel) if any(n.floats for n in known) else frozenset()
+        own = self._configs(kernel) if any(n.plain for n in known) else frozenset()
         fit = [
             n
             for n in known
             if of_present_code(kernel, n.timing)
             and kernel.misfit(self.problem, n.timing.config) is None
-            and (not n.floats or config_key(n.timing.config) in own)
+            and (not n.plain or config_key(n.timing.config) in own)
         ]
         best = _nearest(fit)
         if best is None:
@@ -101,7 +103,7 @@ class Times:
         default = kernel.config(self.problem, self.target)
         own = model(self.problem, default, self.target)
         for n in known:
-            if (n.sibling, n.floats) == (nearest.sibling, nearest.floats):
+            if (n.sibling, n.plain) == (nearest.sibling, nearest.plain):
                 here, there = (model(at, n.timing.config, self.target) for at in (self.problem, n.at))
                 if here is None or not there:
                     return dict(nearest.timing.config)
@@ -116,10 +118,14 @@ class Times:
 
         A time of this exact problem counts as measured if the code and the toolchain are the present ones, else as near.
         Near times are scaled by the ratio of both problems in the kernel's cost model, which accounts for the distribution of
-        work over multiprocessors, or by the device's ceilings if the kernel has no model.
+        work over multiprocessors, or by the device's ceilings if the kernel has no model. Those do not know what a launch after the product
+        takes, so times without it count for kernels with a model alone.
         """
         candidates = [
-            n for n in self._records_of(kernel) if not failed or config_key(n.timing.config) not in failed
+            n
+            for n in self._records_of(kernel)
+            if (not failed or config_key(n.timing.config) not in failed)
+            and (kernel.estimate is not None or "epilogue" not in n.plain)
         ]
         toolchain = self.build.key()
         exact = [n.timing for n in candidates if n.exact]
@@ -182,10 +188,13 @@ def deployed(timing: Timing) -> bool:
     return not {"hot", "isolated"} & set(timing.timing.split(","))
 
 
-def _in_floats(problem: Problem) -> tuple[Problem, ...]:
-    """The problem without codes, if it has them."""
-    given = dict(problem.values).get(CODES)
-    return (problem.with_values(**{CODES: False}),) if given else ()
+def _plainer(problem: Problem) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """The problem, then without each and all of its axes of `PLAIN`, and these."""
+    values = dict(problem.values)
+    beside = [axis for axis, plain in PLAIN.items() if values.get(axis, plain) != plain]
+    for count in range(len(beside) + 1):
+        for axes in combinations(beside, count):
+            yield problem.with_values(**{axis: PLAIN[axis] for axis in axes}), axes
 
 
 def _nearest(known: list[_Near]) -> _Near | None:
