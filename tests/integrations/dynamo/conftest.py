@@ -25,7 +25,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     policy.write_text(f'cache = "{CACHE / "gristmill"}"\n')
     changes = {
         "GRISTMILL_POLICY": str(policy),
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         "DYN_FILE_KV": str(folder / "discovery"),
         "DYN_EVENT_PLANE": "zmq",
         "HF_HUB_OFFLINE": "1",

@@ -14,7 +14,9 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavail
 
 from gristmill import LLM, SamplingParams
 from gristmill.integrations.dynamo import GristmillEngine
+from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from tests.integrations.slow_steps import slow_step
 from tests.runtime.oracle import LLAMA, MODELS, window
 
 MODEL = str(MODELS / LLAMA)
@@ -126,7 +128,9 @@ def test_guided_decoding(environment: dict[str, str]) -> None:
     run(work)
 
 
-def test_cancellation(environment: dict[str, str]) -> None:
+def test_cancellation(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "step", slow_step)
+
     async def work(engine: GristmillEngine) -> None:
         assert engine.engine is not None
         context, chunks = Context(), []
@@ -203,7 +207,10 @@ def test_refusals(environment: dict[str, str]) -> None:
                 await ask(engine, **changes)
         assert await engine.engine_control("pause", {"mode": "keep"}) == {"status": "ok"}
         waiting = [asyncio.create_task(ask(engine)) for _ in range(4)]
-        await asyncio.sleep(0.2)
+        assert engine.engine is not None
+        async with asyncio.timeout(60):
+            while (await engine.engine.check_health()).waiting < 4:
+                await asyncio.sleep(0.01)
         with pytest.raises(WorkerUnavailable, match="4 requests are waiting, which is max_queued"):
             await ask(engine)
         assert await engine.engine_control("resume", {}) == {"status": "ok"}

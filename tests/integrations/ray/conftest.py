@@ -27,15 +27,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     policy.write_text(f'cache = "{CACHE / "gristmill"}"\n')
     changes = {
         "GRISTMILL_POLICY": str(policy),
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changes.items():
             patch.setenv(name, value)
-        os.environ.pop("RAY_ADDRESS", None)
+        patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
+            address="local",  # a cluster of its own, whatever else runs here
             num_cpus=2,
             num_gpus=0,
             include_dashboard=False,
