@@ -61,7 +61,7 @@ def served(
         assert httpx.post(f"{address}/v1/completions", json=BODY, timeout=300).status_code == 200
         yield address, f"http://127.0.0.1:{system}"
         processes[0].terminate()
-        assert processes[0].wait(60) == 0, log.read_text()[-4000:]
+        assert processes[0].wait(180) == 0, log.read_text()[-4000:]
     finally:
         for process in processes:
             process.kill()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from tests.patient_clients import clients_are_patient  # noqa: F401
+
 INSTALLED = importlib.util.find_spec("litellm") is not None
 collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -352,7 +351,9 @@ def float_kernel(monkeypatch: pytest.MonkeyPatch, called: Callable[[torch.Tensor
 
 
 def test_layers_run_where_times_say_so(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: vLLM's kernel is slow for q, k and v, and ours for all others. Nothing is measured at the second start."""
+    """Planted: vLLM's kernel is slow for q, k and v, and ours for all others, by a clock that they move. Nothing is measured at the second
+    start."""
+    from gristmill.autotune import clock
     from gristmill.integrations import measured
     from gristmill.integrations.product import Product
 
@@ -363,14 +364,18 @@ def test_layers_run_where_times_say_so(host: Host, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(measured, "_KNOWN", {})
     monkeypatch.setattr(measured, "ROUNDS", 1)
     monkeypatch.setattr(measured, "list_count", lambda size, device: 2)
-    without_bias, delay = Product.without_bias, [0.03]
+    without_bias, seconds = Product.without_bias, [0.0]
 
-    def slow_ours(self: Product, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(delay[0] * (self.n != ROWS))
+    def take(slow: bool) -> None:
+        seconds[0] += 0.03 if slow else 0.001
+
+    def ours(self: Product, x: torch.Tensor) -> torch.Tensor:
+        take(slow=self.n != ROWS)
         return without_bias(self, x)
 
-    float_kernel(monkeypatch, lambda weight: time.sleep(delay[0] * (len(weight) == ROWS)))
-    monkeypatch.setattr(Product, "without_bias", slow_ours)
+    float_kernel(monkeypatch, lambda weight: take(slow=len(weight) == ROWS))
+    monkeypatch.setattr(Product, "without_bias", ours)
+    monkeypatch.setattr(clock, "now", lambda: seconds[0])
     llm, ids = of_vllm(host, folder), texts(3)
     rows = explain()
     taken = [row for row in rows if row["taken"]]
@@ -386,7 +391,6 @@ def test_layers_run_where_times_say_so(host: Host, tmp_path: Path, monkeypatch: 
         "int4_g128 256x768",
     ]
 
-    delay[0] = 0
     mixed = generated(llm.generate(prompts(ids), PARAMS))
     assert mixed == generated(of_vllm(host, folder, additional_config=ALL).generate(prompts(ids), PARAMS))
     assert all(row["taken"] and not row["measured"] for row in explain())
