@@ -63,6 +63,7 @@ PROMISES = {
     "tma": r"UTMALDG",
     "tcgen05": r"UTC\w*MMA",
     "block_scaled": r"UTC[OQ]MMA|\b[OQ]MMA\.SF|v_mfma_scale",
+    "dependent_launch": r"\A(?:(?!\bLDG|\bSTG|\bRED|\bATOMG|\bUBLKCP|\bLDGSTS)[\s\S])*\bPREEXIT\b(?:(?!\bLDG|\bSTG|\bRED|\bATOMG)[\s\S])*\bACQBULK\b",
 }
 
 

@@ -20,7 +20,8 @@ class AotCase:
         constants: the constexpr arguments.
         options: num_warps, num_stages.
         promises: instructions that must appear in the machine code (``wgmma``, ``mfma``, ...), by the names of
-            `gristmill.kernel_registry.targets`.
+            `gristmill.kernel_registry.targets`; and, with the constant OVERLAP (`kernels.dependent_launch`), the wait for the previous
+            kernel ahead of every access to memory.
     """
 
     name: str
@@ -33,6 +34,8 @@ class AotCase:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", function_of(self.function))
+        if self.constants.get("OVERLAP"):
+            object.__setattr__(self, "promises", (*self.promises, "dependent_launch"))
 
 
 def matrix_product(target: Target, rows: int) -> tuple[str, ...]:

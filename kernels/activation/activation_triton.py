@@ -13,6 +13,7 @@ from gristmill.kernels.activation.activation import FUNCTIONS
 from gristmill.kernels.activation.silu_and_mul_triton import config, space
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def activation_kernel(
     FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """f(x) of rows of n, or f(gate) · up of rows of 2 n, gate first."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
@@ -77,6 +80,7 @@ def launch_rows(config: Config, function: str, gated: bool, x: Tensor, out: Tens
             GATED=gated,
             BLOCK=block,
             num_warps=config["warps"],
+            **overlapped(x),
         )
 
 
@@ -88,7 +92,7 @@ def aot(target: Target) -> list[AotCase]:
             name,
             activation_kernel,
             {"x": "*bf16", "out": "*bf16"} | sizes,
-            {"BLOCK": 1024, "GATED": gated} | constants(function),
+            {"BLOCK": 1024, "GATED": gated} | constants(function) | overlap_on(target),
             {"num_warps": 4},
         )
         for name, function, gated in (
@@ -110,5 +114,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

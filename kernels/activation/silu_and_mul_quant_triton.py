@@ -17,6 +17,7 @@ from gristmill.kernels.activation._quantize_values_triton import (
 )
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.quantized_rows import as_stored, config_of
 
@@ -57,7 +58,9 @@ def silu_and_mul_quant_kernel(
     GROUP: tl.constexpr,
     INT8: tl.constexpr,
     GIVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     codes += row * codes_stride
@@ -105,6 +108,7 @@ def launch(config: Config, call: SiluAndMulQuantCall) -> None:
             INT8=config["top"] == 127,
             GIVEN=given,
             num_warps=config["warps"],
+            **overlapped(call.x),
         )
 
 
@@ -124,7 +128,7 @@ def aot(target: Target) -> list[AotCase]:
             name,
             silu_and_mul_quant_kernel,
             signature | {"codes": "*i8" if "INT8" in chosen else "*u8"},
-            constants | chosen,
+            constants | chosen | overlap_on(target),
             {"num_warps": 4},
         )
         for name, chosen in cases.items()
@@ -142,5 +146,7 @@ KERNEL = Kernel(
     summary="one program per row, or row and block of columns, float32 inside",
     config=config,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

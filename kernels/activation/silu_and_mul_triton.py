@@ -12,6 +12,7 @@ from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 
 
 @jit
-def silu_and_mul_kernel(x, out, x_stride, out_stride, n, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(x, out, x_stride, out_stride, n, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
@@ -63,6 +65,7 @@ def launch(config: Config, call: SiluAndMulCall) -> None:
             n,
             BLOCK=block,
             num_warps=config["warps"],
+            **overlapped(call.x),
         )
 
 
@@ -74,7 +77,7 @@ def aot(target: Target) -> list[AotCase]:
             name,
             silu_and_mul_kernel,
             {"x": f"*{name}", "out": f"*{name}"} | sizes,
-            {"BLOCK": 1024},
+            {"BLOCK": 1024} | overlap_on(target),
             {"num_warps": 4},
         )
         for name in ("bf16", "fp32")
@@ -93,5 +96,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.kv_cache._e4m3_triton import e4m3_encode
 from gristmill.kernels.kv_cache.quantized import as_bytes, by_token, scale_strides
 from gristmill.kernels.lazy_triton import function_of, jit, tl
@@ -132,7 +134,9 @@ def quantize_and_cache_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TOKEN_SCALES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if (slot >= 0) & (slot < slots):
@@ -225,10 +229,11 @@ def launch_quantized(
         BLOCK_D=block_d,
         TOKEN_SCALES=by_token(k_scale),
         num_warps=config["warps"],
+        **overlapped(key),
     )
 
 
-def quantized_cases() -> list[AotCase]:
+def quantized_cases(target: Target) -> list[AotCase]:
     """What the compile matrix builds: eight heads of 128 in bf16, both kinds of scales, block strides past 2³¹ elements."""
     kernel = quantize_and_cache_kernel
     pointers = {
@@ -246,7 +251,11 @@ def quantized_cases() -> list[AotCase]:
     constants = {"D": 128, "DV": 128, "BLOCK_H": 8, "BLOCK_D": 128}
     return [
         AotCase(
-            f"fp8_{name}", kernel, sizes | pointers, constants | {"TOKEN_SCALES": by_tokens}, {"num_warps": 4}
+            f"fp8_{name}",
+            kernel,
+            sizes | pointers,
+            constants | {"TOKEN_SCALES": by_tokens} | overlap_on(target),
+            {"num_warps": 4},
         )
         for name, by_tokens in (("head", False), ("token", True))
     ]

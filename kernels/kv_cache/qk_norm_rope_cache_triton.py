@@ -11,6 +11,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.kv_cache._e4m3_triton import e4m3_encode
 from gristmill.kernels.kv_cache.quantized import as_bytes, by_token, scale_strides
 from gristmill.kernels.lazy_triton import function_of, jit, tl
@@ -195,7 +196,9 @@ def qk_norm_rope_cache_kernel(
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     TOKEN_SCALES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     source = qkv + token * qkv_token
@@ -307,6 +310,7 @@ def launch(config: Config, call: QkNormRopeCacheCall) -> None:
         QUANTIZED=quantized,
         TOKEN_SCALES=call.k_scale is not None and by_token(call.k_scale),
         num_warps=config["warps"],
+        **overlapped(call.q),
     )
 
 
@@ -331,7 +335,13 @@ def aot(target: Target) -> list[AotCase]:
         "fp8_token": (codes, {"NORM": True, "QUANTIZED": True, "TOKEN_SCALES": True}),
     }
     return [
-        AotCase(name, kernel, signature | pointers, constants | flags | chosen, {"num_warps": 4})
+        AotCase(
+            name,
+            kernel,
+            signature | pointers,
+            constants | flags | chosen | overlap_on(target),
+            {"num_warps": 4},
+        )
         for name, (pointers, chosen) in cases.items()
     ]
 
@@ -349,5 +359,7 @@ KERNEL = Kernel(
     space=space,
     supports=("w",),
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

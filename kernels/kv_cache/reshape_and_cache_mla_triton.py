@@ -11,6 +11,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, copy
 from gristmill.kernels.lazy_triton import jit, tl
 
@@ -40,7 +41,9 @@ def reshape_and_cache_mla_kernel(
     slots,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if (slot >= 0) & (slot < slots):
@@ -79,6 +82,7 @@ def launch(config: Config, call: ReshapeAndCacheMlaCall) -> None:
             D=d,
             BLOCK=block,
             num_warps=config["warps"],
+            **overlapped(call.latent),
         )
 
 
@@ -88,7 +92,11 @@ def aot(target: Target) -> list[AotCase]:
     sizes = dict.fromkeys(("latent_token", "cache_block", "cache_place", "block_size", "slots"), "i32")
     return [
         AotCase(
-            "mla", reshape_and_cache_mla_kernel, pointers | sizes, {"D": 576, "BLOCK": 1024}, {"num_warps": 4}
+            "mla",
+            reshape_and_cache_mla_kernel,
+            pointers | sizes,
+            {"D": 576, "BLOCK": 1024} | overlap_on(target),
+            {"num_warps": 4},
         )
     ]
 
@@ -105,5 +113,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -11,6 +11,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, copy
 from gristmill.kernels.kv_cache._quantize_and_cache_triton import launch_quantized, quantized_cases
 from gristmill.kernels.lazy_triton import jit, tl
@@ -58,7 +59,9 @@ def reshape_and_cache_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slot_mapping + token)
@@ -138,6 +141,7 @@ def launch(config: Config, call: ReshapeAndCacheCall) -> None:
             DV=dv,
             BLOCK=block,
             num_warps=config["warps"],
+            **overlapped(call.key),
         )
 
 
@@ -167,10 +171,10 @@ def aot(target: Target) -> list[AotCase]:
             "nhd",
             reshape_and_cache_kernel,
             pointers | sizes,
-            {"D": 128, "DV": 128, "BLOCK": 1024},
+            {"D": 128, "DV": 128, "BLOCK": 1024} | overlap_on(target),
             {"num_warps": 4},
         ),
-        *quantized_cases(),
+        *quantized_cases(target),
     ]
 
 
@@ -186,5 +190,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

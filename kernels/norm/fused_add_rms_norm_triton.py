@@ -9,8 +9,9 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.norm.rms_norm_triton import config, space
+from gristmill.kernels.norm.rms_norm_triton import config, options, space
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import FusedAddRmsNormCall
@@ -29,7 +30,9 @@ def fused_add_rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     residual += row * residual_stride
@@ -66,7 +69,7 @@ def fused_add_rms_norm_kernel(
 
 def launch(config: Config, call: FusedAddRmsNormCall) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
-    n, block = call.x.shape[-1], int(config["block"])
+    n = call.x.shape[-1]
     rows = call.x.numel() // n if n else 0
     if rows:
         fused_add_rms_norm_kernel[(rows,)](
@@ -79,9 +82,7 @@ def launch(config: Config, call: FusedAddRmsNormCall) -> None:
             row_stride(call.out),
             n,
             call.eps,
-            BLOCK=block,
-            ONE_PASS=n <= block,
-            num_warps=config["warps"],
+            **options(config, n, call.x),
         )
 
 
@@ -91,8 +92,20 @@ def aot(target: Target) -> list[AotCase]:
     sizes = {"x_stride": "i32", "residual_stride": "i32", "out_stride": "i32", "n": "i32", "eps": "fp32"}
     kernel, signature = fused_add_rms_norm_kernel, pointers | sizes
     return [
-        AotCase("one_pass", kernel, signature, {"BLOCK": 4096, "ONE_PASS": True}, {"num_warps": 8}),
-        AotCase("two_pass", kernel, signature, {"BLOCK": 8192, "ONE_PASS": False}, {"num_warps": 8}),
+        AotCase(
+            "one_pass",
+            kernel,
+            signature,
+            {"BLOCK": 4096, "ONE_PASS": True} | overlap_on(target),
+            {"num_warps": 8},
+        ),
+        AotCase(
+            "two_pass",
+            kernel,
+            signature,
+            {"BLOCK": 8192, "ONE_PASS": False} | overlap_on(target),
+            {"num_warps": 8},
+        ),
     ]
 
 
@@ -109,5 +122,7 @@ KERNEL = Kernel(
     space=space,
     supports=("w",),
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

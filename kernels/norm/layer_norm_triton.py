@@ -9,8 +9,9 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.norm.rms_norm_triton import config, space
+from gristmill.kernels.norm.rms_norm_triton import config, options, space
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LayerNormCall
@@ -51,7 +52,9 @@ def layer_norm_kernel(
     ONE_PASS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     source = x + row * x_stride + columns
@@ -94,7 +97,7 @@ def layer_norm_kernel(
 
 def launch(config: Config, call: LayerNormCall) -> None:
     """The arguments of `layer_norm.reference`, then out [..., N]."""
-    n, block = call.x.shape[-1], int(config["block"])
+    n = call.x.shape[-1]
     rows = call.x.numel() // n if n else 0
     if rows:
         layer_norm_kernel[(rows,)](
@@ -108,11 +111,9 @@ def launch(config: Config, call: LayerNormCall) -> None:
             row_stride(call.out),
             n,
             call.eps,
-            BLOCK=block,
-            ONE_PASS=n <= block,
             BIAS=call.bias is not None,
             RESIDUAL=call.residual is not None,
-            num_warps=config["warps"],
+            **options(config, n, call.x),
         )
 
 
@@ -126,7 +127,7 @@ def aot(target: Target) -> list[AotCase]:
         "three_passes": {"BLOCK": 8192, "ONE_PASS": False, "BIAS": True, "RESIDUAL": True},
     }
     return [
-        AotCase(name, layer_norm_kernel, signature, constants, {"num_warps": 8})
+        AotCase(name, layer_norm_kernel, signature, constants | overlap_on(target), {"num_warps": 8})
         for name, constants in cases.items()
     ]
 
@@ -144,5 +145,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -12,6 +12,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.activation._quantize_values_triton import quantize_block
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.quantized_rows import as_stored, config_of
 
@@ -55,8 +56,10 @@ def rms_norm_quant_kernel(
     ADD: tl.constexpr,
     INT8: tl.constexpr,
     GIVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
     normed=None,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -117,6 +120,7 @@ def launch(config: Config, call: RmsNormQuantCall) -> None:
             GIVEN=given,
             normed=call.normed,
             num_warps=config["warps"],
+            **overlapped(call.x),
         )
 
 
@@ -138,7 +142,7 @@ def aot(target: Target) -> list[AotCase]:
             name,
             rms_norm_quant_kernel,
             pointers | sizes | {"codes": "*i8" if "INT8" in chosen else "*u8"},
-            constants | chosen,
+            constants | chosen | overlap_on(target),
             {"num_warps": 8},
         )
         for name, chosen in cases.items()
@@ -158,5 +162,7 @@ KERNEL = Kernel(
     supports=("normed",),
     config=config,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

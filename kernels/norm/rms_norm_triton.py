@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -12,9 +12,12 @@ from gristmill.kernel_registry.scheme import next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gristmill.kernels.calls import RmsNormCall
 
 LONGEST_ROW = 16384
@@ -34,8 +37,18 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 
 @jit
 def rms_norm_kernel(
-    x, weight, out, x_stride, out_stride, n, eps, BLOCK: tl.constexpr, ONE_PASS: tl.constexpr
+    x,
+    weight,
+    out,
+    x_stride,
+    out_stride,
+    n,
+    eps,
+    BLOCK: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     out += row * out_stride
@@ -59,9 +72,15 @@ def rms_norm_kernel(
             tl.store(out + start + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
+def options(config: Config, n: int, x: Tensor) -> dict[str, Any]:
+    """What launches over rows of n elements pass by name."""
+    block = int(config["block"])
+    return {"BLOCK": block, "ONE_PASS": n <= block, "num_warps": config["warps"], **overlapped(x)}
+
+
 def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    n, block = call.x.shape[-1], int(config["block"])
+    n = call.x.shape[-1]
     rows = call.x.numel() // n if n else 0
     if rows:
         rms_norm_kernel[(rows,)](
@@ -72,9 +91,7 @@ def launch(config: Config, call: RmsNormCall) -> None:
             row_stride(call.out),
             n,
             call.eps,
-            BLOCK=block,
-            ONE_PASS=n <= block,
-            num_warps=config["warps"],
+            **options(config, n, call.x),
         )
 
 
@@ -84,13 +101,17 @@ def aot(target: Target) -> list[AotCase]:
     sizes = {"x_stride": "i32", "out_stride": "i32", "n": "i32", "eps": "fp32"}
     return [
         AotCase(
-            "one_pass", rms_norm_kernel, pointers | sizes, {"BLOCK": 4096, "ONE_PASS": True}, {"num_warps": 8}
+            "one_pass",
+            rms_norm_kernel,
+            pointers | sizes,
+            {"BLOCK": 4096, "ONE_PASS": True} | overlap_on(target),
+            {"num_warps": 8},
         ),
         AotCase(
             "two_pass",
             rms_norm_kernel,
             pointers | sizes,
-            {"BLOCK": 8192, "ONE_PASS": False},
+            {"BLOCK": 8192, "ONE_PASS": False} | overlap_on(target),
             {"num_warps": 8},
         ),
     ]
@@ -109,5 +130,7 @@ KERNEL = Kernel(
     space=space,
     supports=("w",),
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -11,6 +11,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ def rotary_embedding_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     pair = tl.arange(0, BLOCK)
@@ -119,6 +122,7 @@ def launch(config: Config, call: RotaryEmbeddingCall) -> None:
             HEADS=heads,
             INTERLEAVED=bool(call.interleaved),
             num_warps=config["warps"],
+            **overlapped(call.q),
         )
 
 
@@ -132,7 +136,7 @@ def aot(target: Target) -> list[AotCase]:
             style,
             rotary_embedding_kernel,
             pointers | sizes,
-            {"HALF": 64, "BLOCK": 64, "HEADS": 16, "INTERLEAVED": style == "gptj"},
+            {"HALF": 64, "BLOCK": 64, "HEADS": 16, "INTERLEAVED": style == "gptj"} | overlap_on(target),
             {"num_warps": 4},
         )
         for style in ("neox", "gptj")
@@ -151,5 +155,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -23,14 +23,15 @@ import compile_matrix  # noqa: E402
 pytest.importorskip("triton", reason="triton is not installed")
 
 PLANT = '''
-"""Kernels of rms_norm for the compile matrix: one good, one that promises what it does not contain, one that does not compile."""
+"""Kernels of rms_norm for the compile matrix: two good ones, one that promises what it does not contain, one that does not compile, one that reads
+before it waits for the previous kernel."""
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
 KERNELS = tuple(
     Kernel(op="rms_norm", name=name, provider="planted", language="triton", target="planted_code:launch",
            aot=f"planted_code:{name}", requires=Requirement(code="triton"), summary=name)
-    for name in ("good", "liar", "broken")
+    for name in ("good", "liar", "broken", "waits", "late")
 )
 '''
 CODE = """
@@ -38,6 +39,25 @@ import triton
 import triton.language as tl
 
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on
+from gristmill.kernels.lazy_triton import function_of
+
+begin = function_of(begin)
+
+
+@triton.jit
+def waiting(x, n, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def reading(x, n, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    twice = 2 * tl.load(x + at, mask=at < n)
+    begin(OVERLAP)
+    tl.store(x + at, twice, mask=at < n)
 
 
 @triton.jit
@@ -51,13 +71,16 @@ def shapes(x, n, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
 
 
-def case(function, promises=()):
-    return [AotCase("only", function, {"x": "*fp32", "n": "i32"}, {"BLOCK": 4096}, {"num_warps": 4}, (), promises)]
+def case(function, promises=(), more={}):
+    constants = {"BLOCK": 4096} | more
+    return [AotCase("only", function, {"x": "*fp32", "n": "i32"}, constants, {"num_warps": 4}, (), promises)]
 
 
 def good(target): return case(double)
 def liar(target): return case(double, ("wgmma",))
 def broken(target): return case(shapes)
+def waits(target): return case(waiting, (), overlap_on(target))
+def late(target): return case(reading, (), overlap_on(target))
 """
 
 
@@ -127,6 +150,13 @@ def test_more_registers_than_the_baseline_fail(matrix) -> None:
 def test_a_missing_instruction_fails_even_an_update(matrix) -> None:
     status, output, _ = matrix("liar", {}, "--update")
     assert status == 1 and "promised instructions are missing: wgmma" in output
+
+
+def test_a_kernel_that_reads_before_it_waits_fails(matrix) -> None:
+    status, output, _ = matrix("waits", {}, "--update")
+    assert status == 0, output
+    status, output, _ = matrix("late", {}, "--update")
+    assert status == 1 and "promised instructions are missing: dependent_launch" in output
 
 
 def test_a_kernel_that_stops_compiling_fails(matrix) -> None:
