@@ -16,7 +16,7 @@
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
 #include "sm90/tma.cuh"
-#include "wgmma_rows.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 #include <cuda.h>

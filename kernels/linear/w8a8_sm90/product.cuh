@@ -14,15 +14,6 @@
 #ifdef __CUDACC__
 #include <type_traits>
 
-namespace gm {
-
-// Of 8-bit types, for tiles of 96 columns.
-GM_WGMMA_8(E4m3, "f32.e4m3.e4m3", ", 1, 1", 96, GM_D48, GM_R48, GM_FLOAT, "%48", "%49", "%50")
-GM_WGMMA_8(U8S8, "s32.u8.s8", "", 96, GM_D48, GM_R48, GM_INT, "%48", "%49", "%50")
-GM_WGMMA_8(S8U8, "s32.s8.u8", "", 96, GM_D48, GM_R48, GM_INT, "%48", "%49", "%50")
-
-}  // namespace gm
-
 namespace gm::w8a8 {
 
 // Types of x and W; Operands<true> where operand A is x.

@@ -21,9 +21,9 @@
 
 #include "params.h"
 #ifdef __CUDACC__
-#include "linear/frag16_sm90/wgmma_rows.cuh"
 #include "moe/grouped_linear/dense_sm90/device.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace gm::dense {
 
