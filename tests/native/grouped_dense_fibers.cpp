@@ -98,16 +98,16 @@ inline void ld_shared(float (&v)[4], uint32_t from) { std::memcpy(v, fibers::mem
 
 inline uint32_t mapa(uint32_t address, int rank) { return address | uint32_t(rank + 1) << fibers::kRank; }
 
-namespace dense {
-
-constexpr int kShared = 227 << 10;
-
 inline void store_16(void* to, uint4 words) { std::memcpy(to, &words, 16); }
 template <int RANKS>
 void tma_load_to_all(uint32_t dst, const void* map, int x, int y, uint32_t bar) {
   for (int rank = 0; rank < RANKS; ++rank) tma_load(mapa(dst, rank), map, x, y, mapa(bar, rank));
 }
 inline void mbar_arrive_at_rank(uint32_t bar, int rank) { mbar_arrive(mapa(bar, rank)); }
+
+namespace dense {
+
+constexpr int kShared = 227 << 10;
 
 }  // namespace dense
 

@@ -23,6 +23,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbar_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// Arrives at the barrier of CTA `rank` of the cluster that is at `bar` in this one. For reads by wgmma that have been waited
+// for: it orders no others, since with the scope of a cluster it would wait for all memory of the GPU.
+__device__ __forceinline__ void mbar_arrive_at_rank(uint32_t bar, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(bar, rank)) : "memory");
+}
 // Arrives, and lets the phase wait for `bytes` of TMA copies.
 __device__ __forceinline__ void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");

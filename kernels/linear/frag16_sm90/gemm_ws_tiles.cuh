@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
     for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * 512);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      // As PTX: the compiler would split an assignment under this condition into four stores.
+      // store_16 (sm90/store_16.cuh) in place: nvcc compiles a call of it to other machine code.
       if (i * 16 < rows)
         asm volatile(
             "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.n)),

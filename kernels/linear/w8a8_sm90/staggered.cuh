@@ -43,48 +43,6 @@ __device__ __forceinline__ Tile tile_of_rank(const Params& p, int index, int ran
   return {tile.n * S::kCtas + rank * S::kTileN, tile.m};
 }
 
-// A box of a tensor to the same place in both CTAs of a pair, whose barriers both count its bytes.
-__device__ __forceinline__ void tma_load_to_pair(uint32_t dst, const void* map, int x, int y, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
-      "l"(map), "r"(x), "r"(y), "r"(bar), "h"(static_cast<uint16_t>(3))
-      : "memory");
-}
-
-// A box of a tensor into L2.
-__device__ __forceinline__ void tma_prefetch(const void* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
-               : "memory");
-}
-
-// A box of a tensor from shared memory.
-__device__ __forceinline__ void tma_store(const void* map, uint32_t src, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-               "r"(x), "r"(y), "r"(src)
-               : "memory");
-}
-__device__ __forceinline__ void tma_store(const void* map, uint32_t src, int x, int y, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], "
-      "%4;" ::"l"(map),
-      "r"(x), "r"(y), "r"(src), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void tma_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// The shared memory of this thread's stores has been read.
-__device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// Arrives at a barrier of CTA `rank`. What it orders are reads by wgmma, which have been waited for: with the scope of a
-// cluster it would wait for all memory of the GPU.
-__device__ __forceinline__ void mbar_arrive_at(uint32_t bar, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(bar, rank)) : "memory");
-}
-
 // Where x is operand A, in fewer registers: a lane holds the scales of the next tile's first 32 blocks of k only. (A load
 // by all lanes from one address would be waited for at once, because the result becomes a uniform register.)
 template <class S>
@@ -122,7 +80,7 @@ __device__ __forceinline__ void produce_shares(const Params& p, const void* w_ma
                 policy);
     const int row = tile.m + rank * S::kShareRows;
     if constexpr (S::kCtas > 1)
-      tma_load_to_pair(r.a + rank * S::kShare, x_map, k * kBlockK, row, r.full);
+      tma_load_to_all<S::kCtas>(r.a + rank * S::kShare, x_map, k * kBlockK, row, r.full);
     else
       tma_load(r.a, x_map, k * kBlockK, row, r.full);
   };
@@ -274,7 +232,7 @@ __device__ __forceinline__ void product_staggered(const Params& p, const CUtenso
     const auto release = [&](uint32_t empty) {
       __syncwarp();
       if constexpr (S::kCtas > 1) {
-        if (lane < S::kCtas) mbar_arrive_at(empty, lane);
+        if (lane < S::kCtas) mbar_arrive_at_rank(empty, lane);
       } else {
         if (lane == 0) mbar_arrive(empty);
       }

@@ -21,7 +21,7 @@
 
 #include "params.h"
 #ifdef __CUDACC__
-#include "moe/grouped_linear/dense_sm90/device.cuh"
+#include "sm90/store_16.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
