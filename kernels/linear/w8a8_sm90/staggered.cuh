@@ -43,26 +43,6 @@ __device__ __forceinline__ Tile tile_of_rank(const Params& p, int index, int ran
   return {tile.n * S::kCtas + rank * S::kTileN, tile.m};
 }
 
-// Where x is operand A, in fewer registers: a lane holds the scales of the next tile's first 32 blocks of k only. (A load
-// by all lanes from one address would be waited for at once, because the result becomes a uniform register.)
-template <class S>
-struct TileScales : LaneScales<S> {
-  using Lane = LaneScales<S>;
-  using Lane::now, Lane::ahead, Lane::block_row, Lane::same, Lane::lane_scale;
-  float first = 0.f;
-  // Of the next tile, which begins at n.
-  __device__ __forceinline__ void load(const Params& p, int n) {
-    this->load_rows(p, n, [&] { first = lane_scale(p, Lane::predicted_row(p, n), 0); });
-  }
-  __device__ __forceinline__ void begin(const Params& p, int n) {
-    block_row = this->begin_rows();
-    if (same) {
-      now = block_row == Lane::predicted_row(p, n) ? first : lane_scale(p, block_row, 0);
-      ahead = lane_scale(p, block_row, 32);
-    }
-  }
-};
-
 // As produce(), of all blocks of k, with this CTA's share of x.
 template <class S>
 __device__ __forceinline__ void produce_shares(const Params& p, const void* w_map, const void* x_map,
@@ -176,7 +156,7 @@ __device__ __forceinline__ void multiply_staggered(const Params& p, float (&sums
           const int row = column + i * 2;
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const float c = scale_at(p, __ldg(p.row_block + min(row + j, p.n - 1)) * p.k_blocks + k);
+            const float c = scales.of_row(p, row + j, k);
             sums[h][i + j] += part[i + j] * (x[h][0] * c),
                 sums[h][i + 2 + j] += part[i + 2 + j] * (x[h][1] * c);
           }

@@ -1,9 +1,6 @@
 // Epilogue of a tile: accumulators times scales, plus bias and residual, rounded once, stored through shared memory.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "pipeline.cuh"
+#include "scales.cuh"
 
 #ifdef __CUDACC__
 
@@ -14,17 +11,6 @@ constexpr bool kIntegers = static_cast<Sum>(0.5f) == 0;
 
 __device__ __forceinline__ uint32_t rounded(float low, float high, int half) {
   return half ? packed<__half>(low, high) : packed<__nv_bfloat16>(low, high);
-}
-
-__device__ __forceinline__ float widened(const void* from, int64_t index, int half) {
-  return half ? __half2float(static_cast<const __half*>(from)[index])
-              : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[index]);
-}
-
-// A scale of W, of any float type.
-__device__ __forceinline__ float scale_at(const Params& p, int64_t index) {
-  return p.w_type == 0 ? __ldg(static_cast<const float*>(p.w_scale) + index)
-                       : widened(p.w_scale, index, p.w_type == 1);
 }
 
 // Scales and bias of the epilogue, of a row of x and one of W per thread of a warpgroup: loaded when the tile begins,
