@@ -62,6 +62,9 @@ using namespace gm::w8a8;
 using gm::ceil_div, gm::is_aligned;
 using Args = GmLinearW8a8Args;
 
+// Up to so many tokens, W is read once or little more: by few tiles along m (bytes_map).
+constexpr int kReadOnce = 256;
+
 Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE) GM_TURNS(GM_W8A8_INSTANCE)
                               GM_STAGGERED(GM_W8A8_INSTANCE)};
 
@@ -117,7 +120,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Args)(const GmLinearW8a8Args* args) {
 
   CUtensorMap maps[3];
   int status = bytes_map(&maps[0], a.w, uint64_t(a.k), uint64_t(a.n), uint64_t(a.k), unsigned(one->tile_n()),
-                         a.m <= 256);
+                         a.m <= kReadOnce);
   if (status == GM_OK)
     status = bytes_map(&maps[1], a.x, uint64_t(a.k), uint64_t(a.m), uint64_t(a.ldx),
                        unsigned(one->tile_m() / pair));

@@ -33,10 +33,14 @@ struct Instance {
 #define GM_ONE(type, code, T, label, boxes) {code, boxes, {GM_CUBIN, "mla_attention_" #type "_" #label}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
+// Sequences times the longest context, 300 MB of keys, up to which L2 fetches 256 bytes at a time. From some 600 MB on the
+// speed of the memory counts, and with 128 bytes it is 2 to 3 % higher on an H200; with less, 256 bytes are 1 to 3 % faster.
+constexpr int64_t kCachedKeys = 1 << 18;
+
 }  // namespace
 
-// A token of q is `heads` heads, one after the other. scale > 0. workspace: kMlaCounters words that are zero, and
-// are zero again after the launch, and 131,584 bytes for each of 2 * ctas parts of a context behind 4,096 bytes.
+// A token of q is `heads` heads, one after the other. scale > 0. workspace: kCounterBytes bytes that are zero, and
+// are zero again after the launch, then kPartBytes for each of 2 * ctas parts of a context, unless none is cut.
 // least, slack: see MlaParams. GM_E_SHAPE for strides that are none of 16-byte chunks.
 GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
 (const GmMlaAttentionCall& call, const gm_mla_attention_sm90_options& o, int device, void* stream) {
@@ -56,7 +60,6 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
       !gm::rows_copyable(call.out, call.out_stride, 2, 2) ||
       !gm::rows_copyable(call.cache, call.cache_stride, 2, 2))
     return GM_E_SHAPE;
-  static_assert(gm::mla::kMlaCounters * 4 <= 4096);
 
   const int page = int(call.block_size), ctas = int(o.ctas);
   const bool boxes = page % 8 == 0;
@@ -71,7 +74,7 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
   p.query_start = static_cast<const int*>(call.query_start),
   p.seq_lens = static_cast<const int*>(call.seq_lens);
   p.counters = static_cast<unsigned*>(call.workspace);
-  p.part_sums = static_cast<float*>(call.workspace) + 1024;
+  p.part_sums = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) + gm::mla::kCounterBytes);
   p.parts = p.part_sums + 2 * ctas * S::kRows * 2;
   p.cache = call.cache;
   p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
@@ -85,7 +88,7 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
 
   CUtensorMap maps[3] = {};
   const CUtensorMapDataType type = gm::float16_type(call.x_type == 2);
-  const cuuint64_t q_sizes[] = {576, cuuint64_t(tokens) * heads},
+  const cuuint64_t q_sizes[] = {S::kWidth, cuuint64_t(tokens) * heads},
                    q_bytes[] = {cuuint64_t(call.q_stride[1]) * 2};
   const cuuint32_t q_box[] = {64, cuuint32_t(p.q_rows)};
   int status = gm::tensor_map(&maps[0], type, 2, call.q, q_sizes, q_bytes, q_box);
@@ -96,9 +99,8 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
     const cuuint64_t sizes[] = {64, 8, 9, cuuint64_t(page) / 8, cuuint64_t(blocks > 0 ? blocks : 1)};
     const cuuint64_t bytes[] = {slot, 128, 8 * slot, block > 0 ? block : 16};
     const cuuint32_t half[] = {64, 8, 4, cuuint32_t(p.box) / 8, 1}, rotated[] = {64, 8, 1, half[3], 1};
-    // From some 600 MB on the speed of the memory counts: 2 to 3 % on an H200. With less, 256 bytes are 1 to 3 % faster.
-    const auto fetch = call.seqs * call.max_ctx > 1 << 18 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                                                          : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    const auto fetch = call.seqs * call.max_ctx > kCachedKeys ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
     if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, call.cache, sizes, bytes, half, fetch);
     if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, call.cache, sizes, bytes, rotated, fetch);
   }

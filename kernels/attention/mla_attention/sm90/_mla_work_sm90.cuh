@@ -15,6 +15,8 @@ constexpr int kMaxCtas = 512;  // per launch
 // Counters of the workspace, all zero between launches: next range, finished CTAs, and from kArrivals on, for each
 // range, arrivals at the task whose first part is in it.
 enum : int { kTicket, kDone, kMlaCounters = kArrivals + kMaxCtas };
+constexpr int kCounterBytes = 4096;  // of the workspace, before the parts of contexts
+static_assert(kMlaCounters * 4 <= kCounterBytes);
 
 struct MlaParams {
   void* out;
@@ -38,10 +40,13 @@ struct MlaParams {
 struct MlaShape {
   static constexpr int kRows = 64, kKeys = 64, kThreads = 384, kSlots = 2;
   static constexpr int kLatent = 512, kHalf = kLatent / 2;
+  static constexpr int kWidth = kLatent + 64;  // elements of a key: its latents, then the rotated ones
+  // Bytes of the workspace for a part of a context: sums of values, then maximum and sum of weights of each row.
+  static constexpr int kPartBytes = kRows * (kLatent + 2) * 4;
   static constexpr int kColumns = 64 * 128;        // bytes of 64 rows of 64 elements
   static constexpr int kHalfBytes = 4 * kColumns;  // of half of the latents of a tile of keys
-  static constexpr int kParts = 3,
-                       kRotated = 2;  // of a tile: two halves of the latents, the rotated elements
+  // Parts of a tile: two halves of the latents, and the rotated elements.
+  static constexpr int kParts = 3, kRotated = 2;
   static constexpr int kTile = 9 * kColumns;
   static constexpr int kQ = 0, kTiles = kTile;
   static constexpr int kMaxima = kTiles + kSlots * kTile;  // row maxima of a warpgroup's last tile: [2][64]
