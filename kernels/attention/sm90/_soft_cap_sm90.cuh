@@ -14,6 +14,7 @@ struct SoftCap<false> {
 #ifdef __CUDACC__
   static constexpr float in = 1.f;
   __device__ __forceinline__ float operator()(float score) const { return score; }
+  static __device__ __forceinline__ bool is_small() { return true; }
 #endif
 };
 
@@ -33,6 +34,17 @@ struct SoftCap<true> {
     return (fabsf(x) < 0.3f ? series : fmaf(-2.f, inverse, 1.f)) * out;
   }
   __device__ __forceinline__ float operator()(float score) const { return (*this)(score, in); }
+  // Whether the cap is at most 64: then the error of tanh without the series, some 4e-7, is 3e-5 of a capped score and of its
+  // weight.
+  __device__ __forceinline__ bool is_small() const { return out <= 64.f * 1.4426950408889634f; }
+  // A thread's scores of two rows under a small cap, in 5 instructions each instead of 15. by: in the place of `in`, by row.
+  template <int N>
+  __device__ __forceinline__ void quickly(float (&s)[N], const float (&by)[2]) const {
+    const float twice[2] = {by[0] * 2.885390081777927f, by[1] * 2.885390081777927f};
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      s[j] = fmaf(-2.f * out, rcp_approx(1.f + exp2_approx(s[j] * twice[j >> 1 & 1])), out);
+  }
 #endif
 };
 

@@ -20,21 +20,6 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// The soft cap of scores where it is at most 64: without the series of SoftCap near 0, the error of tanh, some 4e-7, is
-// 3e-5 of a capped score and of its weight, and a score takes 5 instructions instead of 15. by: factor from a score to the
-// argument of tanh, by row. out: of SoftCap.
-__device__ __forceinline__ bool is_small_cap(const SoftCap<true>& cap) {
-  return cap.out <= 64.f * 1.4426950408889634f;
-}
-__device__ __forceinline__ bool is_small_cap(const SoftCap<false>&) { return true; }
-template <int N>
-__device__ __forceinline__ void cap_quickly(float (&s)[N], const float (&by)[2], float out) {
-  const float twice[2] = {by[0] * 2.885390081777927f, by[1] * 2.885390081777927f};
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    s[j] = fmaf(-2.f * out, rcp_approx(1.f + exp2_approx(s[j] * twice[j >> 1 & 1])), out);
-}
-
 // Traits of flash_attention. T: of the products. CAP: scores have a soft cap.
 template <typename T, int D, Copies COPIES, bool CAP, int GROUPS>
 struct Paged {
@@ -115,7 +100,7 @@ struct Paged {
       }
     }
     // Whether tiles without masks run in pairs: for large caps they do not, so that the loop has one formula.
-    static __device__ __forceinline__ bool in_pairs(const Cap& cap) { return is_small_cap(cap); }
+    static __device__ __forceinline__ bool in_pairs(const Cap& cap) { return cap.is_small(); }
     // Applies scales and soft cap to the scores of a tile. PAIRS: in the loop over pairs.
     template <bool PAIRS, int N>
     __device__ __forceinline__ void adjust(const Params& p, const Cap& cap, const uint8_t* smem, int mine,
@@ -124,8 +109,8 @@ struct Paged {
         if (p.by_token) scale_scores<D>(s, smem, tile, mine, cap);
       }
       if constexpr (CAP) {
-        if (PAIRS || (!kCodes && is_small_cap(cap))) {
-          cap_quickly(s, cap_by, cap.out);
+        if (PAIRS || (!kCodes && cap.is_small())) {
+          cap.quickly(s, cap_by);
         } else if (!kCodes || !p.by_token) {
 #pragma unroll
           for (int j = 0; j < N; ++j) s[j] = cap(s[j], cap_by[j >> 1 & 1]);
