@@ -63,8 +63,10 @@ struct DecodeShape {
   static constexpr int kSums = kRing, kStats = kRing + kRingBytes, kBytes = kStats + kStatsBytes;
   static_assert(kStages >= 2 && kWarps * N * kPitch * 4 <= kRingBytes);
 
-  // Eight rows have no bank conflicts: by a swizzle (chunk_offset), or by 16 bytes of padding.
+  // Eight rows have no bank conflicts: by a swizzle (chunk_offset), or by 16 bytes of padding. Both count on tiles that begin
+  // at the first bank.
   static constexpr int kSwizzleBits = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : kChunks % 2 == 0 ? 1 : 0;
+  static_assert(kRing % 128 == 0 && kTile % 128 == 0 && kStage % 128 == 0);
 };
 
 }  // namespace gm
@@ -76,11 +78,12 @@ template <typename S>
 __device__ __forceinline__ uint32_t swizzle_of(uint32_t row) {
   return S::kScales == 0 ? 0 : row >> (3 - S::kSwizzleBits) & ((1u << S::kSwizzleBits) - 1);
 }
-// Offset of a 16-byte chunk of a row in a tile.
+// Offset of a 16-byte chunk of a row in a tile. first: bits of the row that a loop counts; the swizzle of its other bits is
+// then computed once, before the loop.
 template <typename S>
-__device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t piece) {
+__device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t piece, uint32_t first = 0) {
   if constexpr (S::kColumns) return (piece >> 3) * (S::kStep * 128) + row * 128 + ((piece ^ row) & 7) * 16;
-  return row * S::kRow + (piece ^ swizzle_of<S>(row)) * 16;
+  return row * S::kRow + (piece ^ swizzle_of<S>(row - first) ^ swizzle_of<S>(first)) * 16;
 }
 
 // A sequence of decode: keys low .. context, in `steps` steps from step `first`.
@@ -135,10 +138,9 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
   from += in * slot_bytes + c * 16;
 #pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
-    if constexpr (S::kScales == 0)
-      cp_async_16<128>(to + chunk_offset<S>(row + in, c), from);  // with 256, memory is read slower
-    else  // The L2 cache fetches the rows of the next KV head too, which another CTA copies.
-      cp_async_16<256>(to + (row + in) * S::kRow + (c ^ swizzle_of<S>(in) ^ swizzle_of<S>(row)) * 16, from);
+    // With 256, memory is read slower; but of codes the L2 cache then fetches the rows of the next KV head too, which another
+    // CTA copies.
+    cp_async_16<S::kScales == 0 ? 128 : 256>(to + chunk_offset<S>(row + in, c, row), from);
 }
 
 // Copies the keys and values of a step, with zeros where there is no key.
