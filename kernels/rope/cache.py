@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+SLICE = 1 << 16
+"""Positions that are computed at a time: a table of ten million takes gigabytes, and should take little beside."""
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -212,6 +214,10 @@ def rope_cache(
     if positions < 1:
         raise ValueError(f"a rope table needs at least one position, got {positions}")
     frequencies = inverse_frequencies(rot, parameters, precision)
-    angles = torch.arange(positions, dtype=frequencies.dtype)[:, None] * frequencies
     factor = parameters.table_factor
-    return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).float().to(device)
+    table = torch.empty(positions, rot, dtype=torch.float32, device=device)
+    for first in range(0, positions, SLICE):
+        rows = table[first : first + SLICE]
+        angles = torch.arange(first, first + len(rows), dtype=frequencies.dtype)[:, None] * frequencies
+        rows.copy_(torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).float())
+    return table

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
@@ -15,6 +16,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from gristmill import ops
+from gristmill.kernels.rope import cache
 from gristmill.kernels.rope.cache import RopeParameters, inverse_frequencies, rope_cache
 from gristmill.kernels.rope.rotary_embedding import OP, error, reference
 from tests.calls import positional
@@ -118,6 +120,46 @@ def test_default_table_against_float64_mathematics() -> None:
             angle = position * 10000.0 ** (-2 * pair / 8)
             assert table[position, pair].item() == pytest.approx(math.cos(angle), abs=1e-7)
             assert table[position, 4 + pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+class Made(TorchDispatchMode):
+    """The bytes of what operators of torch return, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        memory = result.untyped_storage()
+        self.bytes[memory.data_ptr()] = max(memory.nbytes(), self.bytes.get(memory.data_ptr(), 0))
+        return result
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_long_tables_are_computed_in_slices(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of one piece, and little memory beside the table. Planted: slices that all begin at position 0, and one slice alone."""
+    rot, positions, parameters = 12, 3 * cache.SLICE + 5, RopeParameters.parse(SCALINGS["yarn"])
+    frequencies = inverse_frequencies(rot, parameters, precision)
+    angles = torch.arange(positions, dtype=frequencies.dtype)[:, None] * frequencies
+    factor, most = parameters.table_factor, cache.SLICE * rot * frequencies.itemsize
+    whole = torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).float()
+
+    def beside() -> int:
+        with Made() as made:
+            table = rope_cache(rot, positions, parameters, precision=precision)
+        assert torch.equal(table, whole)
+        del made.bytes[table.data_ptr()]
+        return max(made.bytes.values())
+
+    assert beside() <= most
+    arange = torch.arange
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(cache, "inverse_frequencies", lambda *_: frequencies)
+        patch.setattr(torch, "arange", lambda first, last, **given: arange(last - first, **given))
+        beside()
+    monkeypatch.setattr(cache, "SLICE", positions)
+    assert beside() > most
 
 
 def test_a_wrong_scaling_would_be_seen() -> None:
