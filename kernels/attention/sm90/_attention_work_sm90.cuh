@@ -86,8 +86,7 @@ template <>
 struct AttentionShape<256, 2> {
   static constexpr int kGroups = 2, kRows = 128, kKeys = 64, kStages = 2, kThreads = 384, D = 256;
   static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2;
-  static constexpr int kOut = 0,
-                       kStaging = kQ;  // results and merged accumulators are staged in the place of Q
+  static constexpr int kOut = 0, kStaging = kQ;  // of results and merged accumulators: in the place of Q
   static constexpr int kK = kQ, kV = kK + kStages * kTile;
   static constexpr int kSums = kV + kStages * kTile;
   static constexpr int kOrder = kSums + 64 * 8;

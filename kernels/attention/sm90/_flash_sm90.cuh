@@ -5,24 +5,25 @@
 // Traits K of a kernel:
 //   Type, Params, Cap      element type of the products, kernel parameters, soft cap
 //   Shape                  kGroups (consumer warpgroups) and the layout of shared memory: kRows, kKeys, kStages (rows
-//                          of Q, keys of a tile, slots of a ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile
-//                          (offsets of the rings, bytes of a slot), kBars, kWorkBars (work barriers), kKeepsQ
-//                          (results reuse the memory of Q)
+//                          of Q, keys of a tile, slots of a ring), kQueryDim, kValueDim (elements of a head), kK, kV,
+//                          kKeyTile, kValueTile (offsets of the rings, bytes of a slot), kBars (offset of the barriers),
+//                          kWorkBars (how many are of work tiles) and, if there are any, kCopying (producer warps, of
+//                          which one schedules), kKeepsQ (results reuse the memory of Q)
 //   kFills, kFence         arrivals that fill a slot; whether the generic proxy writes it
 //   kMaps                  tensors that TMA reads: of q alone, or of q, k and v
 //   kPairs                 whether tiles without masks have a loop of their own, two at a time, each in its slot
-//   kReloads               whether get_work still has the work tile when its results are written
+//   kReloads               whether get_work still has the work tile when its results are written; with kKeepsQ it must
 //   kWindow                whether there may be a sliding window, which ends with the keys that a row sees
 //   kTwoSided              whether a row's window has an own beginning (first_seen, seen_from), also where the context
 //                          ends within it
 //   kProducerRegisters, kConsumerRegisters
 //   prepare, produce       set-up by all threads; the producer warpgroup
-//   Work, get_work         a work tile: rows (0: no more), position, end, first, count (tiles of keys)
-//   shares                 whether both consumers have the same rows, and alternate tiles of keys
+//   Work, get_work         a work tile: rows (0: no more), end (of its keys), first, count (tiles of keys)
+//   shares                 whether two consumers have the same rows, and alternate tiles of keys
 //   seen, seen_whole       keys visible to a row; tiles that need no causal mask
 //   first_seen, seen_from  first key visible to a row; the tile from which on none is hidden at the beginning
 //   ends_within, unused    whether keys past the end of the context are copied, and how many
-//   Scores                 transformation of the scores: scales and soft cap
+//   Scores                 transformation of the scores: scales and soft cap; and of the sums of their weights
 //   finish                 the epilogue
 #pragma once
 #include <climits>
@@ -143,7 +144,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count,
   bar_sync(group < 2 ? kBarGroup + group : kBarThird, 128);
 }
 
-// Consumer warpgroup 0 or 1: its rows, or its tiles of keys, of every work tile.
+// A consumer warpgroup: its rows, or its tiles of keys, of every work tile.
 template <class K>
 __device__ __forceinline__ void consume(const typename K::Params& p, const typename K::Cap& cap,
                                         uint8_t* smem, uint32_t base, int group) {
@@ -460,8 +461,8 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
     }
     fence_mbarrier_init();
   }
-  if (threadIdx.x ==
-      kWarps * 32) {  // their first use would wait for them; they are constant, unlike what they describe
+  // The first use of maps would wait for them; they are constant, unlike what they describe.
+  if (threadIdx.x == kWarps * 32) {
     prefetch_tensormap(&q_map);
     if constexpr (K::kMaps == 3) prefetch_tensormap(&k_map), prefetch_tensormap(&v_map);
   }

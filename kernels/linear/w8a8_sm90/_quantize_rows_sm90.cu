@@ -110,8 +110,8 @@ gm::CudaKernel g_kernels[4][2] = {
     {{GM_CUBIN, "quantize_rows_fp8_g128_fp16"}, {GM_CUBIN, "quantize_rows_fp8_g128_bf16"}},
     {{GM_CUBIN, "quantize_rows_int8_token_fp16"}, {GM_CUBIN, "quantize_rows_int8_token_bf16"}},
     {{GM_CUBIN, "quantize_rows_fp8_g128x4_fp16"}, {GM_CUBIN, "quantize_rows_fp8_g128x4_bf16"}}};
-constexpr int64_t kManyGroups =
-    32768;  // from so many on, each sixteen lanes have four: 2048 CTAs rather than 512
+// From so many on, each sixteen lanes have four: 512 CTAs rather than 2048.
+constexpr int64_t kManyGroups = 32768;
 }  // namespace
 
 GM_CUDA_ARGS(gm_quantize_rows_sm90, GmQuantizeRowsArgs)(const GmQuantizeRowsArgs* args) {

@@ -12,8 +12,8 @@
 
 namespace gm::w8a8 {
 
-constexpr int kFirstTurn =
-    3;  // the named barrier of the first warpgroup's turn; those of tiles' ends are 1 and 2
+// The named barrier of the first warpgroup's turn; those of tiles' ends are 1 and 2.
+constexpr int kFirstTurn = 3;
 
 constexpr int kPart = 16 * 128;  // bytes that a warp stages: 16 rows of 64 columns
 

@@ -373,8 +373,8 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
 #pragma unroll
       for (int b = 0; b < S::kBlocks; ++b)
 #pragma unroll
-        for (int h = 0; h < 2;
-             ++h) {  // rows r and r + 8 of the warp's 16, which with `gated` are gate and up
+        for (int h = 0; h < 2; ++h) {
+          // Rows r and r + 8 of the warp's 16, which with `gated` are gate and up.
           const int r = lane >> 2, w = warp & 3;
           const int n = out.n0 + b * columns + (p.gated ? w * 8 + r : w * 16 + h * 8 + r);
           if (n < p.out_n) bias[b][h] = Num<T>::to_float(of_expert[n + (p.gated ? h * p.out_n : 0)]);
