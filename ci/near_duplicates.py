@@ -39,12 +39,6 @@ ACCEPTED = {
     ("kernels/linear/a8_cpu/_linear_a8_cpu.cpp", "kernels/linear/a8_cpu/_linear_a8_cpu.cpp"): (
         "one line by a tile of x: in a function of its own GCC allocates registers such that 16 rows take 2 % longer"
     ),
-    (
-        "kernels/linear/frag16_sm80/_gather_columns_sm80.cu",
-        "kernels/linear/frag16_sm90/_gather_columns_sm90.cu",
-    ): (
-        "the parameters of a gather: in a common header they would change the code that the records of sm_90 name"
-    ),
     ("kernels/linear/frag16_sm80/operands.cuh", "kernels/linear/frag16_sm90/decoders_wgmma.cuh"): (
         "multiplications that sm_80 lacks, replaced: as parameters there they would change the code that the records of sm_90 name"
     ),
