@@ -65,17 +65,9 @@ ACCEPTED = {
         "kernels/moe/grouped_linear/frag16_sm90/args.py",
     ): "the fields of a product of experts: each header is generated from one declaration",
     (
-        "kernels/attention/paged_attention/sm80/params.h",
-        "kernels/attention/paged_attention/sm90/_paged_decode_sm90.cu",
-    ): "the parameters of decode: in a common header they would change the code that the records of sm_90 name",
-    (
-        "kernels/attention/paged_attention/sm80/entry.h",
-        "kernels/attention/paged_attention/sm90/_paged_decode_sm90.cu",
-    ): "the checks of a decode: in a common header they would change the code that the records of sm_90 name",
-    (
         "kernels/attention/paged_attention/sm80/shape.cuh",
         "kernels/attention/paged_attention/sm90/_paged_decode_copy_sm90.cuh",
-    ): "the address of a row of queries: in a function of its own it would change the code that the records of sm_90 name",
+    ): "the address of a row of queries: in a function of its own, nvcc multiplies strides in 64 bits",
     ("quant/formats/contract.py", "quant/formats/gguf.py"): "the parameters of Source.read",
     ("runtime/llm.py", "runtime/pooling/async_pooling.py"): (
         "the parameters of embed, score, rerank and classify, which help and type checkers show at both"

@@ -39,7 +39,7 @@ struct PagedCall {
 
 namespace {
 
-// As fill_params of sm80/params.h.
+// As fill_params of sm90/_paged_decode_host_sm90.h.
 void fill_params(const PagedCall& c, gm::DecodeParams* to) {
   gm::fibers::order = c.order, gm::fibers::fault = c.fault;
   gm::DecodeParams& p = *to;

@@ -1,7 +1,7 @@
 // Paged attention for any batch on sm_80 and newer: the kernels by dtype and head size, and their entry point.
 #include "flash.cuh"
 #include "gm_cuda.h"
-#include "params.h"
+#include "attention/paged_attention/sm90/_paged_decode_host_sm90.h"
 
 // Type of q and out, its code, C++ type, elements of a head, keys of a step, suffix of the kernels' names.
 #define GM_EACH(K)                            \
@@ -69,7 +69,7 @@ GM_CUDA_CALL(gm_paged_flash_sm80, PagedAttention, ctas, parts_at, keys)
   if (device < 0) return int(instance->smem);
   if (s.tokens == 0) return GM_OK;
   gm::FlashParams p{};
-  if (!gm::fill_params(call, s, o.parts_at, &p)) return GM_E_SHAPE;
+  if (!gm::fill_params(call, s, 0, o.parts_at, &p)) return GM_E_SHAPE;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.scale);
   const int64_t grid = gm::plan_flash(&p, instance->rows, s.tokens, o.ctas, call.max_ctx);
   if (grid > INT_MAX) return GM_E_SHAPE;

@@ -6,7 +6,7 @@
 // and includes this file, whose `run` its entry calls: nvcc reads the kernels, the host compiler the entry.
 #pragma once
 #include "gm_cuda.h"
-#include "params.h"
+#include "attention/paged_attention/sm90/_paged_decode_host_sm90.h"
 #include "shape.cuh"
 
 #ifdef __CUDACC__
@@ -53,20 +53,14 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 // device < 0 asks for the bytes of shared memory.
 int run(const GmPagedAttentionCall& call, int64_t ctas, int64_t parts_at, int device, void* stream) {
   gm::PagedSizes s;
-  if (const int refused = gm::paged_sizes(call, &s)) return refused;
-  if (call.max_q < 1) return GM_E_SHAPE;
-  const int64_t rows = call.max_q * s.group;
-  if (call.max_q > 16 || rows > 16 || ctas < s.kv_heads || ctas > INT_MAX / 64 || call.max_ctx < 1)
-    return GM_E_ARG;
-  Instance* instance = nullptr;
-  for (Instance& i : g_instances)
-    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == s.head_dim && i.rows == (rows > 8 ? 16 : 8))
-      instance = &i;
+  if (const int refused = gm::decode_sizes(call, ctas, &s)) return refused;
+  if (ctas < s.kv_heads) return GM_E_ARG;
+  Instance* instance = gm::decode_instance(g_instances, call, s);
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (s.tokens == 0) return GM_OK;
   gm::DecodeParams p{};
-  if (!gm::fill_params(call, s, parts_at, &p)) return GM_E_SHAPE;
+  if (!gm::fill_params(call, s, 0, parts_at, &p)) return GM_E_SHAPE;
   p.pieces = int(ctas) / s.kv_heads, p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
   // A piece has at least a step of keys for each warp; a context begins and ends within steps.
   const int warps = instance->threads / 32, step = instance->step;

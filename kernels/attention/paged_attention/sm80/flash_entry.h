@@ -7,7 +7,7 @@
 #pragma once
 #include "flash_codes.cuh"
 #include "gm_cuda.h"
-#include "params.h"
+#include "attention/paged_attention/sm90/_paged_decode_host_sm90.h"
 
 #ifdef __CUDACC__
 
@@ -59,7 +59,7 @@ int run_flash(const GmPagedAttentionCall& call, bool codes, int64_t ctas, int64_
   if (device < 0) return int(found->smem);
   gm::FlashParams p{};
   if (s.tokens == 0) return GM_OK;
-  if (!gm::fill_params(call, s, parts_at, &p)) return GM_E_SHAPE;
+  if (!gm::fill_params(call, s, 0, parts_at, &p)) return GM_E_SHAPE;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, codes ? 0.f : s.scale);
   const int64_t grid = gm::plan_flash(&p, found->rows, s.tokens, ctas, call.max_ctx);
   void* args[] = {&p, &cap};  // the last one is of capped kernels

@@ -1,14 +1,32 @@
-// What the kernels of a call get of it.
+// What the kernels of decode get of a call, and what their entries check of it.
 #pragma once
-#include "attention/paged_attention/sm90/_paged_decode_copy_sm90.cuh"
-#include "attention/paged_attention/sm90/_paged_host_sm90.h"
+#include "_paged_decode_copy_sm90.cuh"
+#include "_paged_host_sm90.h"
 #ifndef __CUDACC__
 
 namespace gm {
 
-// False where rows of the tensors do not begin at multiples of 16 bytes.
-inline bool fill_params(const GmPagedAttentionCall& call, const PagedSizes& s, int64_t parts_at,
-                        DecodeParams* to) {
+// As paged_sizes, of a call of few rows of each sequence, by at most `ctas` CTAs.
+inline int decode_sizes(const GmPagedAttentionCall& call, int64_t ctas, PagedSizes* s) {
+  if (const int refused = paged_sizes(call, s)) return refused;
+  if (call.max_q < 1) return GM_E_SHAPE;
+  const bool few = call.max_q <= 16 && call.max_q * s->group <= 16;
+  return few && ctas >= 1 && ctas <= INT_MAX / 64 && call.max_ctx >= 1 ? GM_OK : GM_E_ARG;
+}
+
+// The one of all instances for the dtype, the head size and the rows of a call; null if there is none.
+template <typename Instance, int COUNT>
+Instance* decode_instance(Instance (&all)[COUNT], const GmPagedAttentionCall& call, const PagedSizes& s) {
+  const int rows = call.max_q * s.group > 8 ? 16 : 8;
+  for (Instance& i : all)
+    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == s.head_dim && i.rows == rows) return &i;
+  return nullptr;
+}
+
+// All but pieces and sequence_cost. False where rows of the tensors do not begin at multiples of 16 bytes. counters_at,
+// parts_at: places in the workspace.
+inline bool fill_params(const GmPagedAttentionCall& call, const PagedSizes& s, int64_t counters_at,
+                        int64_t parts_at, DecodeParams* to) {
   const int64_t *const k = call.k_cache_stride, *const v = call.v_cache_stride;
   if (!rows_aligned(call.q, call.q_stride, 2, 2) || !rows_aligned(call.out, call.out_stride, 2, 2) ||
       !rows_aligned(call.k_cache, k, 3, s.bytes) || !rows_aligned(call.v_cache, v, 3, s.bytes) ||
@@ -19,7 +37,7 @@ inline bool fill_params(const GmPagedAttentionCall& call, const PagedSizes& s, i
   p.table = static_cast<const int*>(call.block_table);
   p.query_start = static_cast<const int*>(call.query_start);
   p.seq_lens = static_cast<const int*>(call.seq_lens);
-  p.counters = static_cast<unsigned*>(call.workspace), p.parts = at<float>(call.workspace, parts_at);
+  p.counters = at<unsigned>(call.workspace, counters_at), p.parts = at<float>(call.workspace, parts_at);
   p.q = call.q, p.k = call.k_cache, p.v = call.v_cache;
   p.q_token = call.q_stride[0] * 2, p.q_head = call.q_stride[1] * 2;
   p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];

@@ -1,7 +1,7 @@
 // Paged attention for few rows of each sequence on Hopper:
 // the kernels by dtype and head size, and their entry point.
+#include "_paged_decode_host_sm90.h"
 #include "_paged_decode_instances_sm90.cuh"
-#include "_paged_host_sm90.h"
 
 #ifdef __CUDACC__
 
@@ -43,45 +43,15 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
-  if (const int refused = gm::paged_sizes(call, &s)) return refused;
-  if (call.max_q < 1) return GM_E_SHAPE;
-  if (call.max_q > 16 || call.max_q * s.group > 16 || o.ctas < 1 || o.ctas > INT_MAX / 64 || call.max_ctx < 1)
-    return GM_E_ARG;
-  const int64_t rows = call.max_q * s.group;
-  Instance* instance = nullptr;
-  for (Instance& i : g_instances)
-    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == s.head_dim && i.rows == (rows > 8 ? 16 : 8))
-      instance = &i;
+  if (const int refused = gm::decode_sizes(call, o.ctas, &s)) return refused;
+  Instance* instance = gm::decode_instance(g_instances, call, s);
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (s.tokens == 0) return GM_OK;
-  const int64_t *const k = call.k_cache_stride, *const v = call.v_cache_stride;
-  if (!gm::rows_aligned(call.q, call.q_stride, 2, 2) || !gm::rows_aligned(call.out, call.out_stride, 2, 2) ||
-      !gm::rows_aligned(call.k_cache, k, 3, s.bytes) || !gm::rows_aligned(call.v_cache, v, 3, s.bytes) ||
-      k[1] >= 1 << 30 || v[1] >= 1 << 30)
-    return GM_E_SHAPE;
-
   gm::DecodeParams p{};
-  p.out = call.out, p.lse = static_cast<float*>(call.lse), p.sinks = static_cast<const float*>(call.sinks);
-  p.table = static_cast<const int*>(call.block_table);
-  p.query_start = static_cast<const int*>(call.query_start);
-  p.seq_lens = static_cast<const int*>(call.seq_lens);
-  p.counters = gm::at<unsigned>(call.workspace, o.counters_at);
-  p.parts = gm::at<float>(call.workspace, o.parts_at);
-  p.q = call.q, p.k = call.k_cache, p.v = call.v_cache;
-  p.q_token = call.q_stride[0] * 2, p.q_head = call.q_stride[1] * 2;
-  p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
-  p.table_row = call.block_table_stride[0];
-  p.k_block = k[0] * s.bytes, p.k_slot = int(k[1] * s.bytes), p.k_head = k[2] * s.bytes;
-  p.v_block = v[0] * s.bytes, p.v_slot = int(v[1] * s.bytes), p.v_head = v[2] * s.bytes;
-  p.seqs = s.seqs, p.heads = s.heads, p.kv_heads = s.kv_heads, p.head_dim = s.head_dim, p.group = s.group;
-  p.window = s.window, p.page = s.page;
+  if (!gm::fill_params(call, s, o.counters_at, o.parts_at, &p)) return GM_E_SHAPE;
   p.pieces = int(o.ctas) * instance->resident / s.kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
-  p.by_page = 0xffffffffu / unsigned(s.page), p.by_group = (65536 + s.group - 1) / s.group;
-  p.score_scale = s.scale * 1.4426950408889634f;
-  p.scale_log2 = s.codes || s.softcap > 0.f ? 1.f : p.score_scale;
-  gm::set_scales(call, s, &p);
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
   p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
