@@ -60,6 +60,14 @@ def on_device(device: str) -> AbstractContextManager[object]:
     return nullcontext() if device == "cpu" else torch.accelerator.device_index(device_index(device))
 
 
+GROUPS = Path("/sys/fs/cgroup")
+_GROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""By version of control groups, 2 and 1: the folder, and the files of the limit and of what is used; the entry of memory.stat."""
+
+
 def free_bytes(device: str) -> int:
     """Bytes that can still be allocated on a device: on a GPU including memory that torch has reserved but does not use, on a CPU including memory
     that the operating system can reclaim, within the limit of the control group of this process."""
@@ -69,7 +77,15 @@ def free_bytes(device: str) -> int:
         with on_device(device):
             idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + idle
-    return min([_available(), *_group()])
+    return cpu_memory()[0]
+
+
+def cpu_memory() -> tuple[int, int]:
+    """Bytes that this process can still allocate, including memory that the operating system can reclaim, and all bytes of the machine; both within
+    the limit of its control group."""
+    free, total = _available(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = _group()
+    return (free, total) if group is None else (min(free, group[0]), min(total, group[1]))
 
 
 def _available() -> int:
@@ -80,13 +96,21 @@ def _available() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _group() -> list[int]:
-    """[bytes left in this process's cgroup], [] without a limit."""
-    place = Path("/sys/fs/cgroup")
-    try:
-        return [int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())]
-    except (OSError, ValueError):
-        return []
+def _group(root: Path = GROUPS) -> tuple[int, int] | None:
+    """Bytes left in the control group of this process, files that can be dropped from memory not counted as used, and its limit; None without
+    one."""
+    for folder, limit, used, droppable in _GROUP_FILES:
+        place = root / folder
+        try:
+            most = int((place / limit).read_text(encoding="ascii"))
+            counts = dict(
+                line.split() for line in (place / "memory.stat").read_text(encoding="ascii").splitlines()
+            )
+            held = int((place / used).read_text(encoding="ascii")) - int(counts.get(droppable, 0))
+        except (OSError, ValueError):  # another version of control groups, or a limit of "max"
+            continue
+        return most - held, most
+    return None
 
 
 def torch_name(vendor: str, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from gristmill.autotune.device import cpu_memory
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.groups import KVGroup
@@ -167,5 +167,4 @@ def _memory(device: torch.device) -> tuple[int, int]:
     """Free and all bytes of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
-    page = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    return cpu_memory()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
+from gristmill.autotune.device import cpu_memory
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.groups import KVGroup
@@ -91,4 +91,4 @@ def make_cache(model: Model, num_blocks: int, block_size: int, groups: Sequence[
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return cpu_memory()[0]
