@@ -29,8 +29,9 @@ namespace fibers {
 
 struct Fiber {
   ucontext_t context;
+  void* place[5];  // where it stopped
   std::vector<char> stack;
-  bool done = false;
+  bool begun = false, done = false;
   long warp_waits = 0, block_waits = 0, cluster_waits = 0;  // how often it arrived
   long steps = 0;                                           // what else it did
   uint64_t given = 0;                                       // to the others of its warp
@@ -42,23 +43,30 @@ inline int current = 0, block_threads = 0, ranks = 0, order = 0, fault = 0;
 constexpr int kSlowRanks =
     4;  // from this order on, blocks that are not the first of their cluster run every second time
 inline int64_t cluster = 0;
-inline ucontext_t scheduler;
+inline void* scheduler[5];
 inline void (*body)(void*) = nullptr;
 inline void* argument = nullptr;
 
-inline void yield() { swapcontext(&all[current].context, &scheduler); }
+// Jumps between stacks are those of the compiler: swapcontext calls the kernel each time.
+[[noreturn, gnu::noinline]] inline void jump(void** to) { __builtin_longjmp(to, 1); }
+[[gnu::noinline]] inline void yield() {
+  if (!__builtin_setjmp(all[current].place)) jump(scheduler);
+}
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+  if (__builtin_setjmp(scheduler)) return;
+  if (fiber.begun) jump(fiber.place);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 inline void wait(int first, int count, long Fiber::* member, long turn) {
-  for (;;) {
-    bool arrived = true;
-    for (int i = first; i < first + count && arrived; ++i) arrived = all[i].done || all[i].*member >= turn;
-    if (arrived) return;
-    yield();
-  }
+  for (int i = first; i < first + count; ++i)  // who has arrived once stays so
+    while (!all[i].done && all[i].*member < turn) yield();
 }
 inline void meet_warp() { wait(current / 32 * 32, 32, &Fiber::warp_waits, ++all[current].warp_waits); }
 inline void enter() {
   body(argument);
   all[current].done = true;
+  jump(scheduler);
 }
 
 // One cluster. False if threads wait for each other in vain.
@@ -67,12 +75,12 @@ inline bool run() {
   std::fill(memory.begin(), memory.end(), char(0xA5));
   for (int i = 0; i < count; ++i) {
     Fiber& fiber = all[i];
-    fiber.done = false, fiber.warp_waits = fiber.block_waits = fiber.cluster_waits = fiber.steps = 0;
+    fiber.begun = fiber.done = false,
+    fiber.warp_waits = fiber.block_waits = fiber.cluster_waits = fiber.steps = 0;
     getcontext(&fiber.context);
     fiber.stack.resize(1 << 16);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, enter, 0);
   }
   for (int left = count, idle = 0, round = 0; left > 0; ++round) {
@@ -82,7 +90,7 @@ inline bool run() {
     for (int i = 0; i < count; ++i) {
       current = order == 0 ? i : order == 1 ? count - 1 - i : int((i * 37L + 11) % count);
       if (all[current].done || (order >= kSlowRanks && current >= block_threads && round % 2)) continue;
-      swapcontext(&scheduler, &all[current].context);
+      resume(all[current]);
       left -= all[current].done;
     }
     for (const Fiber& f : all) after += f.warp_waits + f.block_waits + f.cluster_waits + f.steps;

@@ -156,15 +156,23 @@ void wgmma_wait() {
 
 template <typename T, int N>
 struct Wgmma {
-  // An element of a matrix in shared memory: of a row of a K-major one, or of column `i` of an MN-major one.
-  static float element(uint64_t d, int i, int k, bool by_column) {
+  // 16 elements of a matrix in shared memory along K: of a row of a K-major one, which are two pieces of 16 bytes, or of column `i` of an
+  // MN-major one.
+  static void elements(float (&to)[16], uint64_t d, int i, bool by_column) {
     const uint32_t address = uint32_t(d & 0x3fff) << 4, leading = uint32_t(d >> 16 & 0x3fff) << 4,
                    stride = uint32_t(d >> 32 & 0x3fff) << 4;
-    const uint32_t at = by_column ? address + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
-                                  : address + i / 8 * stride + i % 8 * 128 + k * 2;
-    uint16_t bits;
-    std::memcpy(&bits, fibers::memory_at(swizzled(at)), 2);
-    return Num<T>::half(bits, 0);
+    uint16_t bits[16];
+    if (by_column)
+      for (int k = 0; k < 16; ++k)
+        std::memcpy(bits + k,
+                    fibers::memory_at(
+                        swizzled(address + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2)),
+                    2);
+    else
+      for (int k = 0; k < 16; k += 8)
+        std::memcpy(bits + k, fibers::memory_at(swizzled(address + i / 8 * stride + i % 8 * 128 + k * 2)),
+                    16);
+    for (int k = 0; k < 16; ++k) to[k] = Num<T>::half(bits[k], 0);
   }
   static void issue(std::function<void()> product) {
     if (fibers::late())
@@ -177,7 +185,7 @@ struct Wgmma {
     for (int i = 0; i < N / 2; i += 4)
       for (int c = 0; c < 2; ++c) {
         float column[16];
-        for (int k = 0; k < 16; ++k) column[k] = element(b, i * 2 + lane % 4 * 2 + c, k, by_column);
+        elements(column, b, i * 2 + lane % 4 * 2 + c, by_column);
         for (int r = 0; r < 2; ++r) {
           float sum = scale_d ? d[i + r * 2 + c] : 0.f;
           for (int k = 0; k < 16; ++k) sum += a[r][k] * column[k];
@@ -191,8 +199,7 @@ struct Wgmma {
     const int row = fibers::current % 128 / 32 * 16 + fibers::current % 32 / 4;
     issue([=] {
       float rows[2][16];
-      for (int r = 0; r < 2; ++r)
-        for (int k = 0; k < 16; ++k) rows[r][k] = element(a, row + r * 8, k, false);
+      for (int r = 0; r < 2; ++r) elements(rows[r], a, row + r * 8, false);
       add(to, rows, b, scale_d, B == kMajorMN);
     });
   }

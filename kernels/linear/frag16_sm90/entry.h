@@ -47,11 +47,12 @@ GM_DECODERS
     gm::linear_decode_ws<T, W, nt, rt, wn, wk>(p, x);                                           \
   }
 #else
-#define GM_KERNEL(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending) \
-  extern "C" __global__ void __launch_bounds__(gm::Cta<mt, c, slices, ctas>::kThreads, ctas)          \
-      name(const __grid_constant__ gm::GemmParams p, const __grid_constant__ CUtensorMap x) {         \
-    GM_CHECKED(W);                                                                                    \
-    gm::linear_gemm_ws<W, mt, c, slices, ctas, xs, GM_BITS == 8 ? ws8 : ws4, chains, pending>(p, x);  \
+#define GM_KERNEL(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)      \
+  extern "C" __global__ void __launch_bounds__(gm::Cta<mt, c, slices, ctas>::kThreads, ctas)               \
+      name(const __grid_constant__ gm::GemmParams p, const __grid_constant__ CUtensorMap x) {              \
+    GM_CHECKED(W);                                                                                         \
+    extern __shared__ __align__(1024) uint8_t smem[];                                                      \
+    gm::linear_gemm_ws<W, mt, c, slices, ctas, xs, GM_BITS == 8 ? ws8 : ws4, chains, pending>(p, x, smem); \
   }
 #endif
 GM_INSTANCES(GM_KERNEL)

@@ -99,9 +99,9 @@ __device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2]
 
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of the rings.
 // CHAINS: accumulators that products alternate, where one is too short to hide the latency of the one before.
-// PENDING: products in flight.
+// PENDING: products in flight.  smem: dynamic shared memory, aligned to 1024 bytes.
 template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
-__device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map) {
+__device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map, uint8_t* smem) {
   using T = typename W::Type;
   using Shape = Cta<MT, C, SLICES, CTAS>;
   static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 ||
@@ -111,7 +111,6 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
                 kThreads = C * SLICES * 128;
   constexpr int kFragments = Shape::kFragments, kStored = Shape::kPairs;
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
-  extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
   constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;

@@ -67,6 +67,7 @@ constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<
 
 #ifdef __CUDACC__
 #include "sm90/mma.cuh"
+#include "sm90/store_16.cuh"
 
 namespace gm {
 
@@ -180,12 +181,7 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
     for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * 512);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      // store_16 (sm90/store_16.cuh) in place: nvcc compiles a call of it to other machine code.
-      if (i * 16 < rows)
-        asm volatile(
-            "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.n)),
-            "r"(out[i].x), "r"(out[i].y), "r"(out[i].z), "r"(out[i].w)
-            : "memory");
+      if (i * 16 < rows) store_16(to + i * 16 * static_cast<int64_t>(p.n), out[i]);
     return;
   }
 #pragma unroll 1

@@ -1,2 +1,2 @@
-// In the place of kernels/_native/sm90/store_16.cuh: grouped_dense_fibers.cpp has its function.
+// In the place of kernels/_native/sm90/store_16.cuh: hopper_entry_fibers.h has its function.
 #pragma once
