@@ -257,6 +257,23 @@ class RotaryEmbeddingCall(Call):
     cos_sin: Tensor
     interleaved: bool
 
+class RouteCall(Call):
+    logits: Tensor
+    top_k: int
+    local: int
+    first: int
+    bias: Tensor | None
+    n_group: int
+    topk_group: int
+    scoring: str
+    renormalize: bool
+    scale: float
+    weights: Tensor
+    ids: Tensor
+    expert_offsets: Tensor
+    permutation: Tensor
+    inverse: Tensor
+
 class SampleCall(Call):
     logits: Tensor
     temperature: Tensor

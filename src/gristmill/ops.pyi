@@ -1250,6 +1250,56 @@ def rotary_embedding(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def route(
+    logits: Tensor,
+    top_k: int,
+    local: int,
+    first: int = 0,
+    bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Expert choice, and tokens sorted by expert: grouped_topk and permute.
+
+    logits [M, E], bias float32 [E] or None -> weights float32 [M, top_k], ids int32 [M, top_k], expert_offsets int32 [local + 1],
+    permutation int32 [M * top_k], inverse int32 [M * top_k].
+
+    weights, and ids before `first` is subtracted, are those of `grouped_topk`. So expert e of this rank, which has `local` experts from
+    `first` on, has the id e - first, and experts of other ranks have ids outside 0...local - 1. The others are `permute(ids, local)`: place
+    p has entry permutation[p] = token * top_k + k, places of an expert are in ascending entry, and inverse is -1 for experts of other
+    ranks, whose entries follow those of the last expert.
+
+    Axes of its problems:
+        m: tokens; an integer of at least 0
+        e: experts of all ranks; an integer of at least 1
+        local: experts of this rank; an integer of at least 1
+        top_k: experts per token; an integer of at least 1
+        n_group: groups of experts; an integer of at least 1
+        topk_group: groups kept; an integer of at least 1
+        x: dtype of the logits; a dtype, one of fp32, fp16, bf16
+        scoring: score of a logit; one of sigmoid, softmax
+        bias: a bias for the choice alone; true or false
+        renormalize: weights of a token sum to scale; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

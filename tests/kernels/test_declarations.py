@@ -118,6 +118,11 @@ SCHEMAS = {
         "Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor cos_sin, bool interleaved=False",
         (),
     ),
+    "route": (
+        "Tensor logits, int top_k, int local, int first=0, Tensor? bias=None, int n_group=1, int topk_group=1, "
+        "str scoring='softmax', bool renormalize=True, float scale=1.0",
+        ("weights", "ids", "expert_offsets", "permutation", "inverse"),
+    ),
     "sample": (
         "Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
         "Tensor index, Tensor(w!)? workspace=None",
@@ -150,6 +155,7 @@ MORE = {
     "moe": "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp",
     "grouped_topk": "m=5,e=16,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
     "layer_norm": "m=7,n=257,bias=true,residual=true",
+    "route": "m=5,e=16,local=6,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
     "qk_norm_rope_cache": "t=7,heads=4,kv_heads=2,head_dim=32,rot=24,norm=true,block_size=4,kv=fp8,kv_scale=token",
     "reshape_and_cache": "t=7,h=3,d=32,dv=24,block_size=4,kv=fp8,kv_scale=token",
     "rms_norm_quant": "m=7,n=257,residual=true,normed=true",

@@ -39,6 +39,7 @@ struct Fiber {
 inline std::vector<Fiber> all;
 inline std::vector<char> memory;  // of all blocks
 inline size_t block_bytes = 0;
+inline char poison = char(0xA5);  // what shared memory begins with
 inline int current = 0, block_threads = 0, ranks = 0, order = 0, fault = 0;
 constexpr int kSlowRanks =
     4;  // from this order on, blocks that are not the first of their cluster run every second time
@@ -72,7 +73,7 @@ inline void enter() {
 // One cluster. False if threads wait for each other in vain.
 inline bool run() {
   const int count = block_threads * ranks;
-  std::fill(memory.begin(), memory.end(), char(0xA5));
+  std::fill(memory.begin(), memory.end(), poison);
   for (int i = 0; i < count; ++i) {
     Fiber& fiber = all[i];
     fiber.begun = fiber.done = false,

@@ -440,6 +440,9 @@ varlen_attention | ~varlen | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | grouped_topk_triton
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | cpu:avx2 | x86 | - | grouped_topk_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | xpu:dg2 | both | - | grouped_topk_torch
+route | m=16,e=256,local=256,top_k=8 | sm_80 | cuda | - | route_triton
+route | m=16,e=256,local=256,top_k=8 | sm_90 | sm90a | - | route_chain_sm90
+route | m=16,e=256,local=256,top_k=8 | cpu:avx2 | x86 | - | route_cpu@avx2
 permute | m=16,top_k=8,e=256 | sm_90 | cuda | - | permute_triton
 permute | m=16,top_k=8,e=256 | cpu:avx2 | x86 | - | permute_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_121 | cuda | - | grouped_linear_w_triton

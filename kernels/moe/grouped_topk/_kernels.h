@@ -18,7 +18,7 @@ __device__ __forceinline__ void grouped_topk(const gm::topk::Params& p) {
   gm::griddepcontrol_launch_dependents();
   gm::griddepcontrol_wait();
 #endif
-  if (row < p.rows) one.run();
+  if (row < p.rows) one.run(), one.write();
 }
 
 #define GM_ROWS(name, type, each)                                          \
@@ -54,11 +54,7 @@ static CudaKernel g_rows[3][5] = {GM_ROWS_OF(fp32), GM_ROWS_OF(fp16), GM_ROWS_OF
 inline int launch(const GmGroupedTopkCall& call, int64_t warps, bool overlap, int device, void* stream) {
   if (call.x_type < 0 || call.x_type > 2) return GM_E_DTYPE;
   if (warps < 1 || warps > kWarps) return GM_E_ARG;
-  if (call.e < 1 || call.e > kMaxExperts || call.n_group < 1 || call.e % call.n_group ||
-      call.topk_group < 1 || call.topk_group > call.n_group ||
-      (call.topk_group < call.n_group && call.n_group > kMaxGroups) || call.top_k < 1 ||
-      call.top_k > call.e / call.n_group * call.topk_group)
-    return GM_E_SHAPE;
+  if (!is_choice(call)) return GM_E_SHAPE;
   const int64_t blocks = (call.m + warps - 1) / warps;
   if (call.m < 0 || blocks > INT32_MAX) return GM_E_SHAPE;
   if (call.m == 0) return GM_OK;

@@ -1,5 +1,6 @@
 // What a launch of grouped top-k gets, and how it follows from a call.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace gm::topk {
@@ -13,6 +14,7 @@ struct Params {
   int32_t* ids;        // [rows, top_k]
   int64_t rows, stride;
   int experts, top_k;
+  int first;         // the expert whose id is 0
   int groups, kept;  // groups: 1 if all are kept
   int group_size;
   int lanes_shift;  // 1 << lanes_shift whole lanes have the experts of a group; -1: no such number
@@ -30,7 +32,21 @@ constexpr int size_of(int64_t experts) {
   return i;
 }
 
-// The parameters for a call that is valid. bytes: of a logit.
+// Of the Scratch of a warp whose lanes have so many experts.
+constexpr size_t scratch_bytes(int each) {
+  return 32 * size_t(each) * (2 * sizeof(float) + sizeof(uint16_t));
+}
+
+// Whether so many experts can be chosen of so many, and the kernels do so.
+template <typename Call>
+bool is_choice(const Call& call) {
+  return call.e >= 1 && call.e <= kMaxExperts && call.n_group >= 1 && call.e % call.n_group == 0 &&
+         call.topk_group >= 1 && call.topk_group <= call.n_group &&
+         (call.topk_group == call.n_group || call.n_group <= kMaxGroups) && call.top_k >= 1 &&
+         call.top_k <= call.e / call.n_group * call.topk_group;
+}
+
+// The parameters for a call that is valid, with ids from the first expert's on. bytes: of a logit.
 template <typename Call>
 Params params_of(const Call& call, int bytes) {
   const int each = kSizes[size_of(call.e)], groups = call.topk_group < call.n_group ? int(call.n_group) : 1;

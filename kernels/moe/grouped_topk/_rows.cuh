@@ -18,6 +18,7 @@ struct alignas(16) Scratch {
   float scores[32 * kEach], choices[32 * kEach];
   uint16_t chosen[32 * kEach];
 };
+static_assert(sizeof(Scratch<4>) == scratch_bytes(4) && sizeof(Scratch<32>) == scratch_bytes(32));
 
 // Integers above 0 in the order of floats that are numbers, and not -0.
 GM_DEVICE uint32_t key_of(float v) {
@@ -82,6 +83,7 @@ class Row {
         groups_(in_register(p.groups)),
         lanes_shift_(in_register(p.lanes_shift)) {}
 
+  // Chooses the experts.
   GM_DEVICE void run() {
     load_all();
     if (p_.sigmoid)
@@ -115,7 +117,18 @@ class Row {
     }
     warp_sync();
     if (top_k_ > 32 || !choose()) choose_again(dropped);
-    write();
+  }
+
+  // The id of this lane's place, one of the first 32.
+  GM_DEVICE int id() const { return id_ - p_.first; }
+
+  GM_DEVICE void write() const {
+    if (lane() < top_k_) write(lane(), id_, score_);
+    if (top_k_ > 32) {
+#pragma unroll 1
+      for (int k = lane() + 32; k < top_k_; k += 32)
+        write(k, scratch_.chosen[k], scratch_.scores[scratch_.chosen[k]]);
+    }
   }
 
  private:
@@ -385,18 +398,10 @@ class Row {
     for (int mask = 16; mask > 0; mask /= 2) sum_ += float_of(shuffle_xor(bits_of(sum_), mask));
   }
 
-  GM_DEVICE void write() const {
-    if (lane() < top_k_) write(lane(), id_, score_);
-    if (top_k_ > 32) {
-#pragma unroll 1
-      for (int k = lane() + 32; k < top_k_; k += 32)
-        write(k, scratch_.chosen[k], scratch_.scores[scratch_.chosen[k]]);
-    }
-  }
   GM_DEVICE void write(int place, int id, float score) const {
     const int64_t at = row_ * top_k_ + place;
     const float sum = sum_ + 1e-20f;
-    p_.ids[at] = id;
+    p_.ids[at] = id - p_.first;
     p_.weights[at] = (p_.renormalize ? share(score, sum, reciprocal(sum)) : score) * p_.scale;
   }
 
