@@ -94,6 +94,7 @@ CHAINS = {
     ),
     "paged_attention_sm80_more_split": ("paged_attention_sm80_more_split", "paged_attention_triton_split"),
     "paged_attention_sm80_split": ("paged_attention_sm80_split", "paged_attention_triton_split"),
+    "route_triton": ("grouped_topk_triton", "permute_triton"),
 }
 """Kernels that launch other kernels: the names of those that are compiled."""
 

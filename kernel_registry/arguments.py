@@ -42,6 +42,8 @@ class Tensor:
         optional: None is allowed, and is the default unless `required`. An axis of kind ``bool`` with the argument's name says whether it
             is given; so does a ``flags`` axis that has the name among its choices.
         mutable: written in place. No two elements of such a tensor may share memory.
+        derived: it follows from other arguments, and spares the kernels that read it (`Kernel.reads`) the work of deriving it. Others pass it on
+            unread, so a call may give it to any kernel. Optional, without an axis: selection does not depend on it.
         strides: one of `STRIDES`.
     """
 
@@ -51,6 +53,7 @@ class Tensor:
     optional: bool = False
     required: bool = False
     mutable: bool = False
+    derived: bool = False
     strides: str = CONTIGUOUS
 
 

@@ -109,6 +109,7 @@ class Kernel:
     requires: requirements on the device and the installation.
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
     supports: the opt-in axes of the operation (`Axis.opt_in`) whose every value it supports, as far as it accepts the problem.
+    reads: the derived arguments of the operation (`arguments.Tensor.derived`) that it reads where a call gives them.
     config: the default configuration, a pure function; it includes what the launcher needs of the static part of the problem
         (scheme, code level). space: the configurations that tuning tries.
     misfit: ``misfit(problem, config)`` -> None, or why the launcher refuses `config` for `problem`, which it accepts with another
@@ -138,6 +139,7 @@ class Kernel:
     summary: str = ""
     accepts: Callable[[Problem], str | None] = accept_all
     supports: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     config: Callable[[Problem, Target], Config] = no_config
     space: Callable[[Problem, Target], Iterable[Config]] | None = None
     misfit: Callable[[Problem, Config], str | None] = fits_every_problem

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, TypeVar
 
+from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.kernel import Kernel, accept_defaults
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
@@ -41,7 +42,8 @@ class Registry:
     plugins: dict[str, Plugin] = field(default_factory=dict)
 
     def add(self, spec: Op | Kernel | Layout) -> None:
-        """Register a spec; ValueError if its name is taken, or a kernel supports what is no opt-in axis of its operation."""
+        """Register a spec; ValueError if its name is taken, a kernel supports what is no opt-in axis of its operation, or reads what is no
+        derived argument of it."""
         if isinstance(spec, Op):
             if spec.name in self.ops:
                 raise ValueError(f"operation {spec.name} is defined twice")
@@ -100,6 +102,11 @@ def _limited(kernel: Kernel, op: Op) -> Kernel:
     defaults = {axis.name: axis.default for axis in op.axes if axis.opt_in and axis.default is not None}
     if unknown := [name for name in kernel.supports if name not in defaults]:
         raise ValueError(f"kernel {kernel.name} supports {', '.join(unknown)}: no opt-in axis of {op.name}")
+    derived = {
+        argument.name for argument in op.arguments if isinstance(argument, Tensor) and argument.derived
+    }
+    if unknown := [name for name in kernel.reads if name not in derived]:
+        raise ValueError(f"kernel {kernel.name} reads {', '.join(unknown)}: no derived argument of {op.name}")
     missing = {name: default for name, default in defaults.items() if name not in kernel.supports}
     return replace(kernel, accepts=partial(accept_defaults, kernel.accepts, missing)) if missing else kernel
 

@@ -162,6 +162,9 @@ class MoeCall(Call):
     scales: Tensor | None
     activation: str
     gated: bool
+    expert_offsets: Tensor | None
+    permutation: Tensor | None
+    inverse: Tensor | None
     out: Tensor
 
 class PagedAttentionCall(Call):

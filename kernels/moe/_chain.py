@@ -101,6 +101,23 @@ class Views(NamedTuple):
     rows: Tensor
 
 
+ORDER = ("expert_offsets", "permutation", "inverse")
+"""The derived arguments of `moe` that a chain reads."""
+
+
+def ordered(
+    call: MoeCall,
+    experts: int,
+    memory: tuple[Tensor, Tensor, Tensor],
+    permute: Callable[[PermuteCall], None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets, permutation and inverse: those that the call gives, or those that `permute` writes into `memory`."""
+    if call.expert_offsets is not None and call.permutation is not None and call.inverse is not None:
+        return call.expert_offsets, call.permutation, call.inverse
+    permute(PERMUTE.Call(call.ids, experts, *memory))
+    return memory
+
+
 def views(space: Tensor | None, x: Tensor, entries: int, experts: int, inner: int) -> Views:
     """The intermediate tensors in a workspace, or in a new allocation when it is None."""
     import torch
@@ -136,8 +153,8 @@ def run(parts: Parts, call: MoeCall) -> None:
         return
     inner, experts = sizes_of(call.w13, call.inter)
     made = views(call.workspace, call.x, call.ids.numel(), experts, inner)
-    offsets, permutation, inverse, activations, rows = made
-    parts.permute(PERMUTE.Call(call.ids, experts, offsets, permutation, inverse))
+    offsets, permutation, inverse = ordered(call, experts, made[:3], parts.permute)
+    activations, rows = made[3:]
     parts.first(
         GROUPED_LINEAR.Call(
             call.x,

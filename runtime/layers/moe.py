@@ -7,11 +7,14 @@ their weights.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
+from gristmill.kernel_registry.problem import AxisValue
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.quant import pack
 from gristmill.quant.checkpoints.weights import Weights
@@ -61,20 +64,22 @@ class MixtureOfExperts:
         self.router = LinearFp32(plans, router, None if moe.choice_bias else bias)
         self.expert_scale = weights.optional(f"{name}.experts.scale")
         plans.own(self.bias, self.expert_scale)
-        self.topk = plans.bind(
-            "grouped_topk",
-            e=moe.num_experts,
-            top_k=moe.top_k,
-            n_group=moe.num_groups,
-            topk_group=moe.top_groups,
-            x="fp32",
-            scoring=moe.scoring,
-            bias=moe.choice_bias,
-            renormalize=moe.norm_topk_prob,
-        )
+        choice: dict[str, AxisValue] = {
+            "e": moe.num_experts,
+            "top_k": moe.top_k,
+            "n_group": moe.num_groups,
+            "topk_group": moe.top_groups,
+            "x": "fp32",
+            "scoring": moe.scoring,
+            "bias": moe.choice_bias,
+            "renormalize": moe.norm_topk_prob,
+        }
+        self.topk = plans.bind("grouped_topk", **choice)
         self.first = weights.shard_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
         part = weights.linear_part(f"{name}.experts.down")
         down = part.weight
+        self.local = down.shape[0]
+        self.topk_and_order = plans.bind("route", local=self.local, **choice)
         self.gate_up_bias = weights.optional(f"{name}.experts.gate_up.bias")
         self.down_bias = weights.optional(f"{name}.experts.down.bias")
         plans.own(self.gate_up_bias, self.down_bias)
@@ -134,15 +139,16 @@ class MixtureOfExperts:
         plan, codes, scales, whole = self.experts, None, None, x
         if isinstance(x, Codes):
             plan, (x, codes, scales) = self._codes_plan or self._bind_codes(), x
-        scores, ids = self.route(x if routed_by is None else routed_by)
+        tokens, each = x.shape[0], self.moe.top_k if self.moe.weigh_input else 1
+        sorts = not self.plans.reads(plan, tokens * each, "permutation")
+        choose = self.route_locally if sorts else self.route_and_sort
+        scores, ids, *order = choose(x if routed_by is None else routed_by)
         given = x
         if self.moe.weigh_input:
             given = (x[:, None] * scores.to(x.dtype)[:, :, None]).flatten(0, 1)
             scores, ids = torch.ones_like(scores).view(-1, 1), ids.view(-1, 1)
         out = given.new_empty(given.shape)
         workspace = self.plans.workspace(plan, given.shape[0])
-        if self.first:
-            ids -= self.first  # those of other ranks are outside the range, and add nothing
         plan(
             given,
             scores,
@@ -160,6 +166,7 @@ class MixtureOfExperts:
             scales,
             self.moe.activation,
             True,
+            *order,
             out,
         )
         if len(out) > len(x):
@@ -185,11 +192,36 @@ class MixtureOfExperts:
         return self._codes_plan
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts."""
-        tokens, moe = x.shape[0], self.moe
-        scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
-        ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
-        self.topk(
+        """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts of all ranks."""
+        scores, ids = self._chosen(x)
+        self.topk(*self._choice(x), scores, ids)
+        if self.expert_scale is not None:
+            scores.mul_(self.expert_scale[ids])
+        return scores, ids
+
+    def route_locally(self, x: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """The same with ids that count from this rank's first expert, so that those of other ranks are outside of the range, and add nothing; and
+        no order of rows."""
+        scores, ids = self.route(x)
+        if self.first:
+            ids -= self.first
+        return scores, ids, None, None, None
+
+    def route_and_sort(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same with the order of rows by expert: expert_offsets, permutation and inverse of `permute`."""
+        scores, ids = self._chosen(x)
+        entries = ids.numel()
+        order = [ids.new_empty(size) for size in (self.local + 1, entries, entries)]
+        logits, top_k, *rest = self._choice(x)
+        self.topk_and_order(logits, top_k, self.local, self.first, *rest, scores, ids, *order)
+        if self.expert_scale is not None:
+            scores.mul_(self.expert_scale[ids + self.first if self.first else ids])
+        return scores, ids, *order
+
+    def _choice(self, x: Tensor) -> tuple[Any, ...]:
+        """The arguments of grouped_topk."""
+        moe = self.moe
+        return (
             self.router(x),
             moe.top_k,
             self.bias,
@@ -198,9 +230,9 @@ class MixtureOfExperts:
             moe.scoring,
             moe.norm_topk_prob,
             moe.scale,
-            scores,
-            ids,
         )
-        if self.expert_scale is not None:
-            scores.mul_(self.expert_scale[ids])
-        return scores, ids
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for weights and ids."""
+        shape = x.shape[0], self.moe.top_k
+        return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)

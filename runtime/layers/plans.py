@@ -122,6 +122,7 @@ class Plans:
         self.is_warm = False
         self.on_bind: Callable[[BoundPlan], None] | None = None
         self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
+        self._reads: dict[tuple[int, int], tuple[str, ...]] = {}
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.workspaces = Workspaces(device)
 
@@ -259,6 +260,18 @@ class Plans:
     def resolver(self) -> Resolver:
         """Selection on the device under the policy."""
         return ops.resolver(self.device, self.policy)
+
+    def reads(self, plan: BoundPlan, size: int, argument: str) -> bool:
+        """Whether the kernel for calls of this size reads a derived argument; while calls are recorded, the kernel that selection prefers then."""
+        index = bucket_index(size)
+        found = self._reads.get((id(plan), index))
+        if found is None:
+            entry = plan.entries[index] if self._calls is not None else plan.entry(size)
+            if entry is None:
+                best = self.resolver.select(plan.op, plan.problem(index), plan.layouts).best
+                return best is not None and argument in best.kernel.reads
+            found = self._reads[id(plan), index] = self.resolver.kernel(plan.op, entry.kernel).reads
+        return argument in found
 
     def workspace(self, plan: BoundPlan, size: int) -> Tensor | None:
         """The workspace of a call of this size on the current stream, uint8; None if its kernel needs none, or while calls are recorded."""

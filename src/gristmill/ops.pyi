@@ -788,6 +788,9 @@ def moe(
     scales: Tensor | None = None,
     activation: str = "silu",
     gated: bool = True,
+    expert_offsets: Tensor | None = None,
+    permutation: Tensor | None = None,
+    inverse: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -807,6 +810,9 @@ def moe(
     [E, I] (Nemotron's relu²).
 
     codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
+
+    expert_offsets int32 [E + 1], permutation and inverse int32 [T * K]: what `permute(ids, E)` gives, all three or none. Kernels that sort
+    rows by expert then do not sort them again; others do not read them, as this function does not.
 
     w13, w2: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -1277,7 +1283,7 @@ def route(
 
     Axes of its problems:
         m: tokens; an integer of at least 0
-        e: experts of all ranks; an integer of at least 1
+        e: experts; an integer of at least 1
         local: experts of this rank; an integer of at least 1
         top_k: experts per token; an integer of at least 1
         n_group: groups of experts; an integer of at least 1

@@ -27,6 +27,7 @@ TAGGED = {
     "permute",
     "process_logits",
     "rms_norm",
+    "route",
     "gelu_and_mul",
     "silu_and_mul",
     "varlen_attention",

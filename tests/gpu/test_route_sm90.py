@@ -1,4 +1,5 @@
-"""route on Hopper: numbers of tokens, shapes, ranks, logits that are no numbers, poisoned and guarded outputs, graphs, many launches in a row."""
+"""route on Hopper: numbers of tokens, shapes, ranks, logits that are no numbers, poisoned and guarded outputs, graphs, many launches in a row,
+and products of experts behind it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,14 @@ import pytest
 import torch
 
 from gristmill.autotune.captures import capturing
+from gristmill.autotune.device import device_target
+from gristmill.autotune.verify import kernel_arguments
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.load import load
+from gristmill.kernels.moe._chain import ORDER
 from gristmill.kernels.moe.permute import op as permute
 from gristmill.kernels.moe.route import chain_sm90, sm90
 from gristmill.kernels.moe.route import op as route
@@ -187,3 +194,60 @@ def test_a_fault_is_seen() -> None:
             outputs.compare(arguments)
         flat[3] = before
     outputs.compare(arguments)
+
+
+def here() -> list[Kernel]:
+    """The kernels of experts that read the order, and that this device and this installation run."""
+    kernels = [
+        kernel for kernel in default_registry().kernels_of("moe") if kernel.reads and kernel.capturable
+    ]
+    if not HOPPER:
+        return kernels
+    target, build = device_target(DEVICE, Policy()), Build.probe()
+    fit = [k for k in kernels if not k.requires.check_hardware(target, build)]
+    return [k for k in fit if not k.requires.check_build(target, build)]
+
+
+@pytest.mark.parametrize("experts", here(), ids=lambda kernel: kernel.name)
+@every_kernel
+def test_experts_behind_it(kernel: Kernel, experts: Kernel) -> None:
+    """In a graph, where each kernel may begin while the one before ends: the bits that the experts give when they sort the rows."""
+    op = default_registry().op("moe")
+    problem = next(
+        problem
+        for problem in map(op.problem, (*experts.examples, *op.examples))
+        if problem.integer("m") >= 5 and experts.accepts(problem) is None
+    )
+    m, top_k, e = min(problem.integer("m"), 64), *problem.integers("top_k", "e")
+    problem = problem.with_values(m=m)
+    target = device_target(DEVICE, Policy())
+    config = experts.config(problem, target)
+    x, _, _, *rest = kernel_arguments(op, experts, op.inputs(problem, 1, DEVICE))
+    rest = rest[: -len(ORDER)]
+    source = logits_of(m, e, 1)
+    logits, outputs = torch.zeros_like(source), Outputs(m, top_k, e)
+    arguments = [logits, top_k, e, 0]
+    weights, ids, *order = outputs.tensors
+    sorting, given = torch.empty_like(x), torch.empty_like(x)
+    run = load(experts)
+
+    def step() -> None:
+        torch.mul(source, 1.0, out=logits)
+        launch(kernel, arguments, outputs)
+        run(
+            config,
+            make_call("moe", x, weights, ids, *rest, **dict(zip(ORDER, order, strict=True)), out=given),
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        for _ in range(3):
+            step()
+    for seed in range(10):
+        source.copy_(logits_of(m, e, seed))
+        outputs.poison()
+        given.fill_(float("nan"))
+        graph.replay()
+        run(config, make_call("moe", x, weights, ids, *rest, out=sorting))
+        assert torch.equal(given, sorting), seed

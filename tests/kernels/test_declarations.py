@@ -28,6 +28,7 @@ from gristmill.kernel_registry.arguments import CONTIGUOUS, ROWS, STRIDED, VECTO
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.moe.permute import op as permute
 
 REGISTRY = default_registry()
 SCHEMAS = {
@@ -77,7 +78,8 @@ SCHEMAS = {
     "moe": (
         "Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, "
         "Tensor(w!)? workspace=None, Tensor? w13_bias=None, Tensor? w2_bias=None, bool clamp=False, "
-        "float alpha=1.702, float limit=7.0, Tensor? codes=None, Tensor? scales=None, str activation='silu', bool gated=True",
+        "float alpha=1.702, float limit=7.0, Tensor? codes=None, Tensor? scales=None, str activation='silu', bool gated=True, "
+        "Tensor? expert_offsets=None, Tensor? permutation=None, Tensor? inverse=None",
         ("out",),
     ),
     "paged_attention": (
@@ -173,6 +175,8 @@ def call_of(op: Op) -> tuple[Problem, list[Any]]:
     texts = [MORE[op.name]] if op.name in MORE else op.examples
     problem = next(p for p in map(op.problem, texts) if all(p.integer(name) > 1 for name in sizes))
     arguments = op.inputs(problem, 0, "cpu")
+    if op.name == "moe":
+        arguments[-3:] = permute.reference(arguments[2], problem.integer("e"))
     if op.pack is not None:
         dense = next(k for k in REGISTRY.kernels_of(op.name) if k.layouts == ("dense_v1",))
         arguments = kernel_arguments(op, dense, arguments)

@@ -185,5 +185,5 @@ def test_verification_catches_another_activation(text: str, wrong: tuple[str, bo
     arguments = op.inputs(problem, 9, "cpu")
     expected = run_reference(op, arguments)
     assert op.error is not None
-    outputs = [moe.reference(*arguments[:-2], *wrong)]
+    outputs = [moe.reference(*arguments[:14], *wrong)]
     assert op.error(problem, arguments, outputs, expected) > op.tolerance(problem).limit

@@ -81,7 +81,7 @@ def test_machine_code() -> None:
     for name, text in instructions(image, ["route_fp32_8", "route_bf16_8"]).items():
         before, after = text.split("ACQBULK", 1)
         assert "LDG" not in before, f"{name}: reads before the wait"
-        assert before.count("MEMBAR") == 1 and "MEMBAR" not in after, name
+        assert "MEMBAR" in before and "MEMBAR" not in after, name
         # A bit, and a count of experts of other ranks, to each of eight CTAs.
         assert after.count("REDAS.OR") == 2 * 8, name
         assert "ATOM" not in text and "LDL" not in text and "STL" not in text, name

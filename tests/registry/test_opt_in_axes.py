@@ -68,3 +68,13 @@ def test_a_kernel_that_supports_an_unknown_axis_is_refused() -> None:
         registry.add(kernel("new", supports=("gait",)))
     with pytest.raises(ValueError, match="kernel new supports n: no opt-in axis"):
         registry.add(kernel("new", supports=("n",)))
+
+
+def test_a_kernel_that_reads_what_is_not_derived_is_refused() -> None:
+    factors = Tensor("factors", "n", optional=True, derived=True)
+    registry = Registry()
+    registry.add(replace(RMS_NORM, arguments=(*RMS_NORM.arguments, factors)))
+    registry.add(kernel("new", reads=("factors",)))
+    for name in ("weight", "facts"):
+        with pytest.raises(ValueError, match=f"kernel other reads {name}: no derived argument of rms_norm"):
+            registry.add(kernel("other", reads=(name,)))

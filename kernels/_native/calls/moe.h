@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmMoeCall {
-  static constexpr uint64_t kDigest = 0x3c34b1111abe7877;
+  static constexpr uint64_t kDigest = 0x4e2f51c1e3e97e3d;
   // [m, h]
   const void* x;
   // [m, top_k]
@@ -37,6 +37,12 @@ struct GmMoeCall {
   int64_t scales_stride[2];
   enum class Activation : int64_t { silu, gelu, gelu_tanh, relu, relu2 } activation;
   int64_t gated;
+  // [e+1]
+  const void* expert_offsets;
+  // [m*top_k]
+  const void* permutation;
+  // [m*top_k]
+  const void* inverse;
   // [m, h]
   void* out;
   int64_t m;

@@ -9,6 +9,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, tile
+from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.grouped_linear.triton import aot
 from gristmill.kernels.moe.moe import chain
 
@@ -44,16 +45,18 @@ KERNELS = tuple(
         accepts=accepts,
         config=config,
         supports=supports,
+        reads=reads,
         workspace=workspace,
         layouts=(layout,),
         batch_invariant=True,
         priority=20,
     )
-    for op, name, target, supports, workspace, summary in (
+    for op, name, target, supports, reads, workspace, summary in (
         (
             "grouped_linear",
             "grouped_linear",
             "grouped_linear.triton:launch",
+            (),
             (),
             no_workspace,
             "linear's tiles",
@@ -63,6 +66,7 @@ KERNELS = tuple(
             "moe_chain",
             "moe.chain:launch_triton",
             ("activation", "gated"),
+            _chain.ORDER,
             chain.workspace,
             "permute, two products, combine",
         ),

@@ -16,7 +16,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS
-from gristmill.kernels.moe import _block_scaled_chain
+from gristmill.kernels.moe import _block_scaled_chain, _chain
 from gristmill.kernels.moe.grouped_linear.block_scaled_cutedsl import product as experts
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     space=space,
+    reads=_chain.ORDER,
     workspace=_block_scaled_chain.workspace,
     layouts=("scales128x4_v1",),
     examples=(

@@ -15,7 +15,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.block_scaled_triton.kernel import FEATURES, schemes_of
-from gristmill.kernels.moe import _block_scaled_chain
+from gristmill.kernels.moe import _block_scaled_chain, _chain
 from gristmill.kernels.moe.grouped_linear.block_scaled_triton import product, refusal, tiles_for
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ KERNELS = tuple(
         summary="tokens quantized once and gathered as codes; both operands to block-scaled tensor cores; biases and activation as epilogues",
         accepts=partial(accepts, schemes_of(name)),
         config=config,
+        reads=_chain.ORDER,
         workspace=_block_scaled_chain.workspace,
         layouts=("plain_v1",),
         examples=tuple(example.format(w=w) for w in schemes_of(name) for example in EXAMPLES),

@@ -84,6 +84,7 @@ def kernel(machine: Machine) -> Kernel:
         accepts=accepts,
         config=config,
         space=space,
+        reads=_chain.ORDER,
         workspace=_chain.workspace,
         layouts=("dense_v1",),
         examples=(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -17,7 +18,6 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.dense_sm90 import shapes
-from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import MoeCall
@@ -39,14 +39,14 @@ def launch(config: Config, call: MoeCall) -> None:
         )
     inner, experts = _chain.sizes_of(call.w13, call.inter)
     space = _chain.views(call.workspace, call.x, call.ids.numel(), experts, inner)
-    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
+    offsets, permutation, inverse = _chain.ordered(call, experts, space[:3], partial(steps.permute, {}))
     # In the memory of the second product's results.
-    steps.gather_rows(call.x, space.permutation, space.offsets, call.ids.shape[1], space.rows)
+    steps.gather_rows(call.x, permutation, offsets, call.ids.shape[1], space.rows)
     product(
         shape_of(config, 1),
         space.rows,
         call.w13,
-        space.offsets,
+        offsets,
         True,
         space.activations,
         call.w13_bias,
@@ -58,7 +58,7 @@ def launch(config: Config, call: MoeCall) -> None:
         shape_of(config, 2),
         space.activations,
         call.w2,
-        space.offsets,
+        offsets,
         False,
         space.rows,
         call.w2_bias,
@@ -66,7 +66,7 @@ def launch(config: Config, call: MoeCall) -> None:
         early=True,
         clear=False,
     )
-    steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
+    steps.combine({}, COMBINE.Call(space.rows, inverse, call.weights, call.out))
 
 
 def shape_of(config: Config, product: int) -> Config:
@@ -122,6 +122,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     misfit=misfit,
+    reads=_chain.ORDER,
     workspace=_chain.workspace,
     layouts=("dense_v1",),
     examples=(

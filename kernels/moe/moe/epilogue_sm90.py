@@ -6,6 +6,7 @@ activation, as rows are between the second and the sum.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
@@ -20,7 +21,6 @@ from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe._swiglu_triton import swiglu
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
-from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import MoeCall
@@ -100,16 +100,16 @@ def launch(config: Config, call: MoeCall) -> None:
     sizes = _sizes(entries, experts, hidden, inner, item)
     z = _chain.carve(workspace, call.x, sizes)[-1].view(call.x.dtype).view(entries, 2 * inner)
     space = _chain.views(workspace, call.x, entries, experts, inner)
-    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
+    offsets, permutation, inverse = _chain.ordered(call, experts, space[:3], partial(steps.permute, {}))
     gathered = entries <= GATHERED
     if not gathered:  # in the memory of the second product's results
-        steps.gather_rows(call.x, space.permutation, space.offsets, top_k, space.rows)
+        steps.gather_rows(call.x, permutation, offsets, top_k, space.rows)
     product(
         {**config, **shape_of(config, 1)},
         call.x if gathered else space.rows,
         call.w13,
-        space.offsets,
-        space.permutation if gathered else None,
+        offsets,
+        permutation if gathered else None,
         top_k if gathered else 1,
         False,
         z,
@@ -119,7 +119,7 @@ def launch(config: Config, call: MoeCall) -> None:
     activation_kernel[(entries, cdiv(inner, BLOCK))](
         z,
         z if call.w13_bias is None else call.w13_bias,
-        space.offsets,
+        offsets,
         space.activations,
         experts,
         inner,
@@ -134,7 +134,7 @@ def launch(config: Config, call: MoeCall) -> None:
         {**config, **shape_of(config, 2)},
         space.activations,
         call.w2,
-        space.offsets,
+        offsets,
         None,
         1,
         False,
@@ -143,10 +143,10 @@ def launch(config: Config, call: MoeCall) -> None:
         clear=False,
     )
     if call.w2_bias is None:
-        steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
+        steps.combine({}, COMBINE.Call(space.rows, inverse, call.weights, call.out))
         return
     biased_combine_kernel[(tokens, cdiv(hidden, BLOCK))](
-        space.rows, call.w2_bias, call.ids, space.inverse, call.weights, call.out, top_k, hidden, BLOCK=BLOCK
+        space.rows, call.w2_bias, call.ids, inverse, call.weights, call.out, top_k, hidden, BLOCK=BLOCK
     )
 
 
@@ -245,6 +245,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     misfit=misfit,
+    reads=_chain.ORDER,
     workspace=workspace,
     layouts=("w4_frag16_v1", "f4_frag16_v1"),
     examples=(

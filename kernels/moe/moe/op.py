@@ -45,6 +45,9 @@ def reference(
     scales: torch.Tensor | None = None,
     activation: str = "silu",
     gated: bool = True,
+    expert_offsets: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None,
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
@@ -59,6 +62,9 @@ def reference(
     [E, I] (Nemotron's relu²).
 
     codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
+
+    expert_offsets int32 [E + 1], permutation and inverse int32 [T * K]: what `permute(ids, E)` gives, all three or none. Kernels that sort
+    rows by expert then do not sort them again; others do not read them, as this function does not.
     """
     import torch
 
@@ -97,11 +103,23 @@ LARGE = 1 << 25
 """Numbers of a matrix of all experts up to which arguments are drawn on the CPU."""
 
 
+NO_ORDER = (None, None, None)
+"""Kernels sort the rows: offsets, permutation and inverse that are not given."""
+
+
 def codes_fit(
     codes: torch.Tensor | None, scales: torch.Tensor | None, w: str, h: int, rows: int, groups: int
 ) -> str | None:
     """Given codes and scales are those of the weights' activation format."""
     return given_codes.fits(codes, scales, w, h, rows, groups)
+
+
+def order_is_whole(
+    expert_offsets: torch.Tensor | None, permutation: torch.Tensor | None, inverse: torch.Tensor | None
+) -> str | None:
+    """The order of rows is given with all of its tensors, or not at all."""
+    given = [tensor is not None for tensor in (expert_offsets, permutation, inverse)]
+    return None if all(given) or not any(given) else "expert_offsets, permutation and inverse go together"
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -125,9 +143,9 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     arguments += [w13_bias, w2_bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
     form = problem.text("activation"), bool(problem["gated"])
     if not problem["codes"]:
-        return [x, *arguments, None, None, *form]
+        return [x, *arguments, None, None, *form, *NO_ORDER]
     codes = given_codes.codes_of(x, str(w13.scheme.activation))
-    return [x.fill_(float("nan")), *arguments, *codes, *form]  # x is not read
+    return [x.fill_(float("nan")), *arguments, *codes, *form, *NO_ORDER]  # x is not read
 
 
 def error(
@@ -146,7 +164,7 @@ def error(
     import torch
 
     x, weights, ids, w13, w2, _, _, w13_bias, w2_bias, clamp, alpha, limit = arguments[:12]
-    codes, scales, activation, gated = arguments[12:]
+    codes, scales, activation, gated = arguments[12:16]
     w13, w2 = as_quant(w13), as_quant(w2)
     if codes is not None:
         x = activations(x, w13.scheme.activation, codes, scales)
@@ -267,8 +285,11 @@ OP = Op(
         Tensor("scales", "rows groups", dtype="fp32", strides=STRIDED, optional=True),
         Scalar("activation", "str", "silu"),
         Scalar("gated", "bool", True),
+        Tensor("expert_offsets", "e+1", dtype="int32", optional=True, derived=True),
+        Tensor("permutation", "m*top_k", dtype="int32", optional=True, derived=True),
+        Tensor("inverse", "m*top_k", dtype="int32", optional=True, derived=True),
     ),
-    rules=(codes_fit, activation_fits),
+    rules=(codes_fit, activation_fits, order_is_whole),
     returns=(Tensor("out", "m h"),),
     reference=reference,
     inputs=inputs,

@@ -64,6 +64,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     space=space,
+    reads=_chain.ORDER,
     workspace=_chain.workspace,
     layouts=TILE_LAYOUTS,
     examples=(

@@ -77,6 +77,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     sources=sources,
+    reads=_chain.ORDER,
     workspace=_chain.workspace,
     layouts=shapes.TILE_LAYOUTS,
     examples=(

@@ -6,6 +6,7 @@ first product gathers the rows of x by itself, which saves a launch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -16,7 +17,6 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
-from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import MoeCall
@@ -36,16 +36,16 @@ def launch(config: Config, call: MoeCall) -> None:
         return
     inner, experts = _chain.sizes_of(call.w13, call.inter)
     space = _chain.views(call.workspace, call.x, call.ids.numel(), experts, inner)
-    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
+    offsets, permutation, inverse = _chain.ordered(call, experts, space[:3], partial(steps.permute, {}))
     top_k, gathered = call.ids.shape[1], call.ids.numel() <= GATHERED
     if not gathered:  # in the memory of the second product's results
-        steps.gather_rows(call.x, space.permutation, space.offsets, top_k, space.rows)
+        steps.gather_rows(call.x, permutation, offsets, top_k, space.rows)
     product(
         {**config, **_shape(config, 1)},
         call.x if gathered else space.rows,
         call.w13,
-        space.offsets,
-        space.permutation if gathered else None,
+        offsets,
+        permutation if gathered else None,
         top_k if gathered else 1,
         True,
         space.activations,
@@ -56,7 +56,7 @@ def launch(config: Config, call: MoeCall) -> None:
         {**config, **_shape(config, 2)},
         space.activations,
         call.w2,
-        space.offsets,
+        offsets,
         None,
         1,
         False,
@@ -64,7 +64,7 @@ def launch(config: Config, call: MoeCall) -> None:
         early=True,
         clear=False,
     )
-    steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
+    steps.combine({}, COMBINE.Call(space.rows, inverse, call.weights, call.out))
 
 
 def _shape(config: Config, product: int) -> Config:
@@ -115,6 +115,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     misfit=misfit,
+    reads=_chain.ORDER,
     workspace=_chain.workspace,
     layouts=("w4_frag16_v1", "f4_frag16_v1"),
     examples=(

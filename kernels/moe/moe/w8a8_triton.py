@@ -103,6 +103,7 @@ KERNEL = Kernel(
     supports=("codes", "activation", "gated"),
     config=config,
     space=space,
+    reads=_chain.ORDER,
     workspace=workspace,
     layouts=("plain_v1",),
     examples=(

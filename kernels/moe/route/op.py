@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem, problems
-from gristmill.kernels.common import FLOATS
 from gristmill.kernels.moe.grouped_topk import op as grouped_topk
 from gristmill.kernels.moe.permute import op as permute
 
@@ -47,11 +47,6 @@ def reference(
     return weights, ids, *permute.reference(ids, local)
 
 
-def misfit(experts: int, local: int) -> str | None:
-    """Why a rank cannot have so many of the experts; None if it can."""
-    return None if 1 <= local <= experts else f"a rank has 1 to {experts} of {experts} experts, got {local}"
-
-
 def experts_of_a_rank(e: int, local: int, first: int) -> str | None:
     """Why these are not the experts of a rank; None if they are."""
     end = f"experts from {first} up to {first + local} (first, and local of them) are not among the {e}"
@@ -60,7 +55,8 @@ def experts_of_a_rank(e: int, local: int, first: int) -> str | None:
 
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
-    return grouped_topk.check(problem) or misfit(*problem.integers("e", "local"))
+    e, local = problem.integers("e", "local")
+    return grouped_topk.check(problem) or experts_of_a_rank(e, local, 0)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -90,40 +86,21 @@ def cost(problem: Problem) -> Cost:
     """That of grouped_topk, with two lists of entries and the offsets written."""
     choice = grouped_topk.cost(problem)
     entries = problem.integer("m") * problem.integer("top_k")
-    return Cost(
-        bytes=choice.bytes + 8 * entries + 4 * problem.integer("local") + 4,
-        flops=choice.flops,
-        unit=choice.unit,
-    )
+    return replace(choice, bytes=choice.bytes + 8 * entries + 4 * problem.integer("local") + 4)
 
 
+CHOICE = grouped_topk.OP
 OP = Op(
     name="route",
     family="moe",
     summary="expert choice, and tokens sorted by expert: grouped_topk and permute",
-    axes=(
-        Axis("m", "int", "tokens", dynamic=True),
-        Axis("e", "int", "experts of all ranks", minimum=1),
-        Axis("local", "int", "experts of this rank", minimum=1),
-        Axis("top_k", "int", "experts per token", minimum=1),
-        Axis("n_group", "int", "groups of experts", default=1, minimum=1),
-        Axis("topk_group", "int", "groups kept", default=1, minimum=1),
-        Axis("x", "dtype", "dtype of the logits", default="fp32", choices=FLOATS),
-        Axis("scoring", "choice", "score of a logit", default="softmax", choices=grouped_topk.SCORINGS),
-        Axis("bias", "bool", "a bias for the choice alone", default=False),
-        Axis("renormalize", "bool", "weights of a token sum to scale", default=True),
-    ),
+    axes=(*CHOICE.axes[:2], Axis("local", "int", "experts of this rank", minimum=1), *CHOICE.axes[2:]),
     arguments=(
         Tensor("logits", "m e", strides=ROWS),
-        Scalar("top_k", "int", maximum="e"),
+        CHOICE.arguments[1],
         Scalar("local", "int", minimum=1, maximum="e"),
         Scalar("first", "int", 0, minimum=0),
-        Tensor("bias", "e", dtype="fp32", optional=True),
-        Scalar("n_group", "int", 1),
-        Scalar("topk_group", "int", 1),
-        Scalar("scoring", "str", "softmax"),
-        Scalar("renormalize", "bool", True),
-        Scalar("scale", "float", 1.0, finite=True),
+        *CHOICE.arguments[2:],
     ),
     returns=(
         Tensor("weights", "m top_k", dtype="fp32"),
@@ -137,7 +114,7 @@ OP = Op(
     inputs=inputs,
     check=check,
     cost=cost,
-    tolerance=grouped_topk.OP.tolerance,
+    tolerance=CHOICE.tolerance,
     error=error,
     bucket="m",
     examples=problems(

@@ -9,8 +9,8 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.moe.grouped_topk import triton as grouped_topk
-from gristmill.kernels.moe.permute import triton as permute
+from gristmill.kernels.moe.grouped_topk import triton as grouped_topk_triton
+from gristmill.kernels.moe.permute import triton as permute_triton
 from gristmill.kernels.moe.route._chain import run
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def launch(config: Config, call: RouteCall) -> None:
     """logits [M, E] -> weights, ids [M, top_k], expert_offsets [local + 1], permutation and inverse [M * top_k]."""
-    run(call, partial(grouped_topk.launch, config), partial(permute.launch, {}))
+    run(call, partial(grouped_topk_triton.launch, config), partial(permute_triton.launch, {}))
 
 
 def config(problem: Problem, target: Target) -> Config:
     """That of grouped_topk_triton."""
-    return grouped_topk.config(problem, target)
+    return grouped_topk_triton.config(problem, target)
 
 
 KERNEL = Kernel(

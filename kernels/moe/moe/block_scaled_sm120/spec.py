@@ -134,6 +134,7 @@ KERNELS = tuple(
         accepts=partial(_refusal, schemes),
         config=config,
         space=space,
+        reads=_chain.ORDER,
         workspace=workspace,
         layouts=("plain_v1",),
         examples=tuple(example.format(w=w) for w in schemes for example in EXAMPLES),

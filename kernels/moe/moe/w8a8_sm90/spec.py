@@ -8,6 +8,7 @@ before it is quantized. Weights stay as checkpoints have them, in plain_v1.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
@@ -20,7 +21,6 @@ from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.moe.w8a8_sm90 import shapes
-from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +51,8 @@ def launch(config: Config, call: MoeCall) -> None:
             f"moe_w8a8_sm90: rows of x must be contiguous and start at multiples of 16 bytes, got strides {x.stride()}"
         )
     space = views(operands, call.workspace, x, entries, experts, inner)
-    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
-    order = _launch.Sorted(call.ids, space.offsets, space.inverse)
+    offsets, _, inverse = _chain.ordered(call, experts, space[:3], partial(steps.permute, {}))
+    order = _launch.Sorted(call.ids, offsets, inverse)
     if call.codes is None or call.scales is None:
         _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, gated=False)
     else:
@@ -63,7 +63,7 @@ def launch(config: Config, call: MoeCall) -> None:
         space.tokens,
         space.token_scales,
         call.w13,
-        space.offsets,
+        offsets,
         space.gate_up,
     )
     _launch.quantize(
@@ -75,10 +75,10 @@ def launch(config: Config, call: MoeCall) -> None:
         space.activations,
         space.activation_scales,
         call.w2,
-        space.offsets,
+        offsets,
         space.rows,
     )
-    steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
+    steps.combine({}, COMBINE.Call(space.rows, inverse, call.weights, call.out))
 
 
 def operands_named(name: str) -> Operands:
@@ -210,6 +210,7 @@ KERNEL = Kernel(
     supports=("codes",),
     config=config,
     space=space,
+    reads=_chain.ORDER,
     workspace=workspace,
     layouts=("plain_v1",),
     examples=(
