@@ -41,8 +41,9 @@ inline std::vector<char> memory;  // of all blocks
 inline size_t block_bytes = 0;
 inline char poison = char(0xA5);  // what shared memory begins with
 inline int current = 0, block_threads = 0, ranks = 0, order = 0, fault = 0;
-constexpr int kSlowRanks =
-    4;  // from this order on, blocks that are not the first of their cluster run every second time
+// From this order on, blocks that are not the first of their cluster run every second time; from kSlowWarps on, warps with bit 2, or in odd
+// orders bit 1, of their number every eighth time.
+constexpr int kSlowRanks = 4, kSlowWarps = 6;
 inline int64_t cluster = 0;
 inline void* scheduler[5];
 inline void (*body)(void*) = nullptr;
@@ -91,12 +92,13 @@ inline bool run() {
     for (int i = 0; i < count; ++i) {
       current = order == 0 ? i : order == 1 ? count - 1 - i : int((i * 37L + 11) % count);
       if (all[current].done || (order >= kSlowRanks && current >= block_threads && round % 2)) continue;
+      if (order >= kSlowWarps && current % block_threads / 32 & (order % 2 ? 2 : 4) && round % 8) continue;
       resume(all[current]);
       left -= all[current].done;
     }
     for (const Fiber& f : all) after += f.warp_waits + f.block_waits + f.cluster_waits + f.steps;
     idle = before == after && left == remaining ? idle + 1 : 0;
-    if (idle > 2) return false;
+    if (idle > (order >= kSlowWarps ? 16 : 2)) return false;
   }
   return true;
 }
