@@ -57,9 +57,6 @@ ACCEPTED = {
         "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
         "kernels/moe/moe/block_scaled_sm120/grouped.cuh",
     ): "the columns that a lane stores, up to a row's end, which only one of them checks",
-    ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (
-        "the fields of a weight's view and of a gather: each header is generated from one declaration"
-    ),
     (
         "kernels/moe/grouped_linear/frag16_sm80/args.py",
         "kernels/moe/grouped_linear/frag16_sm90/args.py",

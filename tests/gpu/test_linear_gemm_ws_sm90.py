@@ -10,6 +10,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.linear.frag16_sm90 import gemm_ws
 from gristmill.kernels.linear.frag16_sm90._launch_gemm_ws import launch as launch_gemm_ws
+from gristmill.kernels.linear.op import gated, gated_error
 from gristmill.quant import QuantTensor, pack, quantize
 from tests.calls import make_call
 from tests.conftest import HAS_GPU
@@ -262,16 +263,73 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
         launch_gemm_ws(dealt, make_call("linear", x, tensors, None, None, False, 520, space[:-1], out[0]))
 
 
-def test_silu_mul_follows() -> None:
-    q = weights("nvfp4", 256, 256)
-    x = torch.randn(40, 256, device=DEVICE).bfloat16()
-    out = torch.empty(40, 128, dtype=x.dtype, device=DEVICE)
-    launch_gemm_ws(
-        default("nvfp4", 40, 256, 256), make_call("linear", x, packed(q), None, None, True, 256, None, out)
+def gated_run(
+    x: torch.Tensor,
+    n: int,
+    config: Config,
+    tensors: list[torch.Tensor],
+    shift: int = 0,
+    **epilogue: torch.Tensor,
+) -> torch.Tensor:
+    """`run` of silu(gate) * up of n rows of W."""
+    m, columns = x.shape[0], n // 2
+    buffer = torch.full(((m + 2) * columns + shift,), float("nan"), dtype=x.dtype, device=DEVICE)
+    out = buffer[columns + shift : columns + shift + m * columns].view(m, columns)
+    bias, residual = epilogue.get("bias"), epilogue.get("residual")
+    launch_gemm_ws(config, make_call("linear", x, tensors, bias, residual, True, n, None, out))
+    around = buffer[: columns + shift], buffer[columns + shift + m * columns :]
+    assert all(bool(part.isnan().all()) for part in around)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "nvfp4", "int8_g128", "fp8_block"])
+@pytest.mark.parametrize(("n", "k"), [(64, 640), (320, 1536), (512, 1024), (200, 1024)])
+def test_gate_and_up(scheme: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """In the epilogue, with blocks of 32 rows of up that begin within those of 64 and that do not; of 200 rows in a launch of its own."""
+    q = weights(scheme, n, k)
+    w, tensors = q.dequantize().double(), packed(q)
+    generator = torch.Generator(device=DEVICE).manual_seed(2)
+    x, bias, residual = (
+        torch.randn(*size, device=DEVICE, generator=generator).to(dtype)
+        for size in ((257, k), (n,), (257, n // 2))
     )
-    gate, up = (x.double() @ q.dequantize().double().T).chunk(2, 1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert float((out.double() - expected).norm() / expected.norm()) < 8e-3
+    z = x.double() @ w.T
+    size = x.double().norm(dim=1, keepdim=True) * w.norm(dim=1) / k**0.5
+    for grid in (132, 3):
+        for number, config in enumerate(every_config(scheme, 257, k, grid)):
+            for epilogue in ({}, {"bias": bias}, {"bias": bias, "residual": residual}):
+                with_bias = z + epilogue["bias"].double() if epilogue else z
+                expected, sizes = gated(with_bias), gated_error(with_bias, size + bias.double().abs())
+                if "residual" in epilogue:
+                    expected, sizes = expected + residual.double(), sizes + residual.double().abs()
+                y = gated_run(x, n, config, tensors, number % 2 * 3, **epilogue)
+                error = ((y.double() - expected) / sizes).square().mean(0).sqrt().max()
+                assert float(error) < 1.5 * LIMIT[dtype], (float(error), config, list(epilogue))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4"])
+def test_gate_and_up_of_a_row_do_not_depend_on_others(scheme: str) -> None:
+    tensors = packed(weights(scheme, 1024, 1024))
+    x = torch.randn(300, 1024, device=DEVICE).bfloat16()
+    for config in every_config(scheme, 300, 1024, 7):
+        outs = [gated_run(x, 1024, config, tensors) for _ in range(20)]
+        assert all(torch.equal(out, outs[0]) for out in outs), config
+        if not config["even"]:
+            for m in (1, 8, 65, 256):
+                assert torch.equal(outs[0][:m], gated_run(x[:m], 1024, config, tensors)), (m, config)
+
+
+def test_large_gates() -> None:
+    """Sigmoids of nearly 0 and of 1, whose reciprocals do not overflow."""
+    q = weights("int4_g128", 256, 256)
+    x = 100 * torch.randn(65, 256, device=DEVICE).bfloat16()
+    w = q.dequantize().bfloat16().double()
+    expected = gated(x.double() @ w.T)
+    for config in every_config("int4_g128", 65, 256):
+        y = gated_run(x, 256, config, packed(q))
+        assert bool(y.isfinite().all()), config
+        assert float((y.double() - expected).norm() / expected.norm()) < 6e-3, config
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "nvfp4"])

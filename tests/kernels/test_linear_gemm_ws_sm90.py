@@ -189,6 +189,31 @@ def test_the_library_refuses(changed: dict[str, int], code: int) -> None:
     assert _call(**changed) == code
 
 
+@needs_library
+def test_gate_and_up_are_of_blocks_of_32_rows() -> None:
+    assert _call(n=64, gated=1) > 0 and _call(n=192, gated=1) > 0
+    for n in (32, 96, 130):
+        assert _call(n=n, gated=1) == -2 and _call(n=n) > 0 and not gemm_ws.gates(n)
+
+
+@pytest.mark.parametrize("n", [28672, 28640])
+def test_estimates_know_a_launch_for_gate_and_up(n: int) -> None:
+    """The kernel has it in its epilogue where it can; for the others it is a launch more."""
+    decode = default_registry().kernel("linear", "linear_w4a16_decode_ws_sm90")
+    for kernel, m, more in ((KERNEL, 256, not gemm_ws.gates(n)), (decode, 16, True)):
+        plain, gated = (
+            OP.problem(f"m={m},n={n},k=4096,w=int4_g128,epilogue={epilogue}")
+            for epilogue in ("none", "silu_mul")
+        )
+        config = kernel.config(plain, TARGET)
+        times = [kernel.estimate(problem, TARGET) for problem in (plain, gated)]
+        assert times[0] is not None and times[1] is not None
+        assert (times[1] - times[0] > 1.9) == more and times[1] >= times[0]
+        if kernel.estimate_config is not None:
+            of_config = [kernel.estimate_config(problem, config, TARGET) for problem in (plain, gated)]
+            assert of_config == times
+
+
 def _best(m: int, n: int, k: int) -> dict[str, int]:
     form = formats()["int4_g128"]
     return gemm_ws.ranked(form, m, n, k, 132)[0][1]

@@ -12,15 +12,19 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from gristmill.kernels.linear.frag16_sm90 import gemm_ws
+from gristmill.kernels.linear.frag16_sm90 import _launch_gemm_ws, gemm_ws
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.instances import formats, table
+from gristmill.kernels.linear.op import gated, gated_error
 from gristmill.quant import pack, quantize
 from tests import forked
+from tests.calls import make_call
 from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +54,10 @@ SAMPLE = [
     if key_of(shape) in ("32x2x1x2", "128x4x1x1", "64x1x4x1", "80x2x1x1", "192x1x2x1")
 ]
 """Shapes that `make test` runs: two accumulators, staggered halves, slices, five pairs of fragments, sums in the place of x."""
+
+
+PAIR = [shape for shape in SAMPLE if key_of(shape) in ("64x1x4x1", "80x2x1x1")]
+"""Of those, the ones that other formats than int4_g128 run."""
 
 
 def definitions(name: str, shapes: tuple[gemm_ws.Shape, ...]) -> list[str]:
@@ -83,14 +91,15 @@ def build(out: Path, name: str, shapes: tuple[gemm_ws.Shape, ...], copy: Path | 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The kernels of a format, by a shape that must be among them. Those of the sample are compiled apart."""
+    """The kernels of a format, by a shape that must be among them. Those of the sample are compiled apart, of other formats two."""
 
     @cache
     def of(name: str, sample: bool) -> ctypes.CDLL:
-        shapes = tuple(shape for shape in shapes_of(name) if shape in SAMPLE or not sample)
+        among = SAMPLE if name == "int4_g128" else PAIR
+        shapes = tuple(shape for shape in shapes_of(name) if shape in among or not sample)
         return ctypes.CDLL(str(build(tmp_path_factory.mktemp("gemm_ws") / f"{name}.so", name, shapes)))
 
-    return lambda name, shape: of(name, shape in SAMPLE)
+    return lambda name, shape: of(name, shape in (SAMPLE if name == "int4_g128" else PAIR))
 
 
 @cache
@@ -105,7 +114,7 @@ def weight(name: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return q.dequantize(torch.bfloat16).double(), around, row_scale
 
 
-def wrong(
+def answer(
     library: ctypes.CDLL,
     name: str,
     shape: gemm_ws.Shape,
@@ -118,22 +127,25 @@ def wrong(
     order: int = 0,
     raster: int = 0,
     shift: int = 0,
-) -> str | None:
-    """What is wrong with y; None if every number is that of float64, rounded, and nothing else was written.
+    size: float = 1.0,
+) -> tuple[str | None, torch.Tensor]:
+    """What is wrong with y, and y: None if every number is that of float64, rounded, and nothing else was written.
 
-    Around the tiles of W, between rows of x and in scratch memory are NaN. shift: elements by which y is off 16 bytes.
+    Around the tiles of W, between rows of x and in scratch memory are NaN. shift: elements by which y is off 16 bytes. size: of x.
     """
-    generator, flags, form = torch.Generator().manual_seed(m), epilogue.split("+"), formats()[name]
+    generator, flags, form = torch.Generator().manual_seed(n), epilogue.split("+"), formats()[name]
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).bfloat16()
 
     w, tiles, row_scale = weight(name, n, k)
-    wide, bias, residual = draw(m + 1, (k + 15) // 8 * 8), draw(n), draw(m, n)
+    columns = n // 2 if "silu_mul" in flags else n
+    # Rows are the same for every m.
+    wide, bias, residual = draw(512, (k + 15) // 8 * 8)[: m + 1] * size, draw(n), draw(512, columns)[:m]
     wide[:, k:] = wide[m:] = float("nan")
     x = wide[:m, :k]
-    buffer = torch.full(((m + 2) * n + 8,), float("nan")).bfloat16()
-    y = buffer[n + shift :][: m * n].view(m, n)
+    buffer = torch.full(((m + 2) * columns + 8,), float("nan")).bfloat16()
+    y = buffer[columns + shift :][: m * columns].view(m, columns)
     config = gemm_ws.config_of(form, shape, partition, m, n, k)
     scratch = torch.full((gemm_ws.workspace_bytes(config),), 255, dtype=torch.uint8)
     scratch[: gemm_ws.FLAG_BYTES] = 0
@@ -142,40 +154,43 @@ def wrong(
     args.row_scale = row_scale.data_ptr() if row_scale.numel() else None
     args.bias = bias.data_ptr() if "bias" in flags else None
     args.residual = residual.data_ptr() if "residual" in flags else None
-    args.scratch = scratch.data_ptr()
+    args.scratch, args.gated = scratch.data_ptr(), "silu_mul" in flags
     for field, value in config.items():
         setattr(args, field, value)
     args.raster = raster or config["raster"]
     library.set_order(order)
     if code := library.gemm_ws_on_cpu(ctypes.byref(args)):
-        return f"answer {code}"
+        return f"answer {code}", y
     if scratch[: gemm_ws.FLAG_BYTES].any():
-        return "flags are left"
-    z = x.double() @ w.T
+        return "flags are left", y
+    z, sizes = x.double() @ w.T, w.norm(dim=1) * x.double().norm(dim=1, keepdim=True)
     if "bias" in flags:
         z = z + bias.double()
+    if "silu_mul" in flags:
+        z, sizes = gated(z), gated_error(z, sizes)
     if "residual" in flags:
         z = z + residual.double()
-    before, after = buffer[: n + shift], buffer[n + shift + m * n :]
+    before, after = buffer[: columns + shift], buffer[columns + shift + m * columns :]
     if not before.isnan().all() or not after.isnan().all():
-        return "written outside"
-    bad = ~(
-        (y.double() - z).abs()
-        <= 2**-8 * z.abs() + 1e-5 * w.norm(dim=1) * x.double().norm(dim=1, keepdim=True)
-    )
-    return (
-        f"{int(bad.sum())} of {bad.numel()} numbers, the first at {bad.nonzero()[0].tolist()}"
-        if bad.any()
-        else None
-    )
+        return "written outside", y
+    bad = ~((y.double() - z).abs() <= 2**-8 * z.abs() + 1e-5 * sizes)
+    wrong = f"{int(bad.sum())} of {bad.numel()} numbers, the first at {bad.nonzero()[:1].tolist()}"
+    return (wrong if bad.any() else None), y
 
 
-def partitions_of(name: str, shape: gemm_ws.Shape, k: int, grid: int) -> list[gemm_ws.Partition]:
-    """Every split along K, tiles dealt out along K in each way, and every lag of the second half."""
+def wrong(*arguments: Any, **named: Any) -> str | None:
+    """What is wrong, as `answer` says."""
+    return answer(*arguments, **named)[0]
+
+
+def partitions_of(
+    name: str, shape: gemm_ws.Shape, k: int, grid: int, most: int = 4
+) -> list[gemm_ws.Partition]:
+    """Every split along K of up to `most`, tiles dealt out along K in each way, and every lag of the second half."""
     made = [
         gemm_ws.Partition(split, 0, grid)
         for split in (1, 2, 4, 8)
-        if gemm_ws.divides(split, shape) and -(-k // 128) // split >= shape.slices
+        if split <= most and gemm_ws.divides(split, shape) and -(-k // 128) // split >= shape.slices
     ]
     if shape.slices == 1:
         lags = (0, *gemm_ws.lags_of(formats()[name], shape))
@@ -197,15 +212,15 @@ def test_every_partition(libraries: Library, shape: gemm_ws.Shape) -> None:
     """Of tiles of which the last are not whole, for CTAs of one to three tiles."""
     for number, partition in enumerate(partitions_of("int4_g128", shape, 1152, 3)):
         call = (shape, partition, shape.mt + 9, 200, 1152)
-        assert wrong(libraries("int4_g128", shape), "int4_g128", *call, order=number % 6) is None, partition
+        assert wrong(libraries("int4_g128", shape), "int4_g128", *call, order=number % 8) is None, partition
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=key_of)
 def test_every_partition_in_every_order(libraries: Library, shape: gemm_ws.Shape) -> None:
     for grid, m, n, k in ((3, shape.mt + 9, 200, 1152), (2, 65, 280, 640)):
-        for partition in partitions_of("int4_g128", shape, k, grid):
-            for order in range(6):
+        for partition in partitions_of("int4_g128", shape, k, grid, 8):
+            for order in range(8):
                 found = wrong(
                     libraries("int4_g128", shape), "int4_g128", shape, partition, m, n, k, order=order
                 )
@@ -251,10 +266,10 @@ def test_rows(libraries: Library, shape: gemm_ws.Shape, m: int) -> None:
 def test_other_formats(libraries: Library, name: str) -> None:
     """Rows with multipliers, columns past the last tile, and slots of eight bits."""
     k = 928 if name == "mxfp4" else 896
-    for shape in SAMPLE:
+    for shape in PAIR:
         for number, partition in enumerate(partitions_of(name, shape, k, 2)[::3]):
             call = (shape, partition, 40, 200, k, "bias+residual")
-            assert wrong(libraries(name, shape), name, *call, order=number % 6) is None, (shape, partition)
+            assert wrong(libraries(name, shape), name, *call, order=number % 8) is None, (shape, partition)
 
 
 def test_many_slots(libraries: Library) -> None:
@@ -264,6 +279,89 @@ def test_many_slots(libraries: Library) -> None:
         assert wrong(libraries("int4_g128", shape), "int4_g128", *call, order=number % 2 * 2 + 1) is None, (
             shape
         )
+
+
+@over_shapes
+def test_gate_and_up(libraries: Library, shape: gemm_ws.Shape) -> None:
+    """With blocks of gate and of up that begin within those of W and that do not, and tiles that have less of them."""
+    for number, partition in enumerate(partitions_of("int4_g128", shape, 1152, 3)):
+        n, epilogue = ((320, "silu_mul"), (512, "bias+silu_mul+residual"))[number % 2]
+        call = (shape, partition, shape.mt + 9, n, 1152, epilogue)
+        assert wrong(libraries("int4_g128", shape), "int4_g128", *call, order=number % 8) is None, partition
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [64, 128, 320, 512])
+@pytest.mark.parametrize("shape", SHAPES, ids=key_of)
+def test_gate_and_up_in_every_order(libraries: Library, shape: gemm_ws.Shape, n: int) -> None:
+    for partition in partitions_of("int4_g128", shape, 1152, 3, 8):
+        for order in range(8):
+            for epilogue, shift in (("silu_mul", 3), ("bias+silu_mul+residual", 0)):
+                call = (shape, partition, shape.mt + 9, n, 1152, epilogue)
+                found = wrong(libraries("int4_g128", shape), "int4_g128", *call, order=order, shift=shift)
+                assert found is None, (partition, order, epilogue)
+
+
+@over_shapes
+@pytest.mark.parametrize("n", [64, 192])
+def test_rows_of_gate_and_up(libraries: Library, shape: gemm_ws.Shape, n: int) -> None:
+    """A row of y does not depend on the others, bit for bit. n: one and three blocks of 32 rows of gate."""
+    first = None
+    for number, m in enumerate((1, 7, 65, 257)):
+        call = (shape, gemm_ws.Partition(1, 0, 3), m, n, 512, "bias+silu_mul")
+        library = libraries("int4_g128", shape)
+        found, y = answer(library, "int4_g128", *call, order=number, shift=number % 2)
+        assert found is None, m
+        assert first is None or torch.equal(y[:1], first), m
+        first = y[:1]
+
+
+def test_large_gates(libraries: Library) -> None:
+    """Sigmoids of nearly 0 and of 1, whose reciprocals do not overflow."""
+    for shape in SAMPLE[:2]:
+        call = (shape, gemm_ws.Partition(1, 0, 3), 40, 128, 256, "silu_mul")
+        assert wrong(libraries("int4_g128", shape), "int4_g128", *call, size=100.0) is None, shape
+
+
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_gate_and_up_of_other_formats(libraries: Library, name: str) -> None:
+    k = 928 if name == "mxfp4" else 896
+    for number, shape in enumerate(PAIR):
+        call = (shape, gemm_ws.Partition(1, 0, 2), 40, 320 + number % 2 * 64, k, "bias+silu_mul")
+        assert wrong(libraries(name, shape), name, *call, order=number) is None, shape
+
+
+def test_launches_with_gate_and_up(libraries: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors on a CPU: in the kernel where it can, without memory for gate and up, and otherwise in a launch of its own."""
+    given: list[tuple[int, int]] = []
+
+    def entry(args: Any) -> int:
+        args.device = 0
+        given.append((args.gated, args.y))
+        return int(libraries("int4_g128", SAMPLE[0]).gemm_ws_on_cpu(ctypes.byref(args)))
+
+    monkeypatch.setattr(_launch_gemm_ws, "cuda_entry", lambda name, struct: entry)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    form, partition = formats()["int4_g128"], gemm_ws.Partition(1, 1, 3)
+    for n in (64, 320, 96):
+        config = gemm_ws.config_of(form, SAMPLE[0], partition, 40, n, 256)
+        config = {"format": form.name, "tile_bytes": form.tile_bytes, **config}
+        q = quantize(torch.randn(n, 256), "int4_g128")
+        x, bias, residual = torch.randn(40, 256), torch.randn(n), torch.randn(40, n // 2)
+        values, out = [t.bfloat16() for t in (x, bias, residual)], torch.empty(40, n // 2).bfloat16()
+        tensors = pack(q, form.layout).tensors
+        call = make_call("linear", values[0], tensors, *values[1:], True, n, None, out)
+        _launch_gemm_ws.launch(config, call)
+        assert given.pop() == (1, out.data_ptr()) if gemm_ws.gates(n) else given.pop()[0] == 0
+        z = values[0].float() @ q.dequantize(torch.bfloat16).float().T + values[1].float()
+        expected = gated(z) + values[2].float()
+        assert torch.allclose(out.float(), expected, rtol=2**-6, atol=2**-4), n
+
+
+def test_gate_and_up_of_half_a_block_are_refused(libraries: Library) -> None:
+    call = (SAMPLE[0], gemm_ws.Partition(1, 0, 3), 7, 96, 256, "silu_mul")
+    assert wrong(libraries("int4_g128", SAMPLE[0]), "int4_g128", *call) == "answer -2"
+    assert not gemm_ws.gates(96) and gemm_ws.gates(64)
 
 
 FAULTS = {
@@ -279,21 +377,39 @@ FAULTS = {
     "a cluster does not wait for its sums": ("        cluster_sync();\n#pragma unroll 1", "#pragma unroll 1"),
     "a share of a cluster goes to another": ("st_cluster(mapa(to, owner)", "st_cluster(mapa(to, owner ^ 1)"),
     "the second half does not wait": ("int slots = min(p.lag, groups) * 2 - 1", "int slots = min(p.lag, groups) * 2 + 9"),
-    "bias of row g + 8 of row g": ("if (row + 8 < p.n) bias[1]", "if (row + 8 < p.n) bias[0]"),
+    "bias of row g + 8 of row g": ("if (left > 8) bias[1]", "if (left > 8) bias[0]"),
     "rows past the last are stored": ("n < p.n ? m_end - m : 0", "n < p.n ? 16 * PAIRS : 0"),
     "the halves of rows are not swapped back": ("((lane & 1) ^ (lane >> 3 & 1)) << 4", "(lane & 1) << 4"),
 }  # fmt: skip
-QUICK = ("parts of other tiles are added",)
+OF_GATING = {
+    "gate is taken for up": ("has_up ? got[f][i] : own[a]", "has_up ? own[a] : got[f][i]"),
+    "sums are read before they are sent": ("bar_sync(barrier, 64);\n  float got", "float got"),
+    "the staging is written before it is read": ("bar_sync(barrier, 64);  // before either", "// before either"),
+    "two pairs of warps share a barrier": ("warp / (2 * kTiles) * kTiles + warp % kTiles", "warp % kTiles"),
+    "32 rows begin where 64 do": ("(index & 1) * kHalf", "0"),
+    "rows of up begin with a block": ("blocks % 2 == 0", "true"),
+    "rows of gate past the last": ("if (half < here)", "if (true)"),
+    "a bias of gate for up": ("(index & TILES) ? p.n + column : column", "column"),
+    "rows of y are as long as gate and up": ("p.n = a.gated ? a.n / 2 : a.n", "p.n = a.n"),
+    "both warps store the same rows": ("m0 + (has_up ? PAIRS * 8 : 0)", "m0"),
+    "fragments of the other half are stored": ("min(m_end, first + PAIRS * 8)", "m_end"),
+    "reciprocals overflow": ("fminf(-kLog2e * gate_a, 60.f)", "-kLog2e * gate_a"),
+}  # fmt: skip
+QUICK = ("gate is taken for up",)
 """Those of `make test`."""
 SOURCES = ("gemm_ws.cuh", "gemm_ws_tiles.cuh", "entry.h")
 
 
 @pytest.mark.parametrize(
-    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS]
+    "fault",
+    [
+        fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow)
+        for fault in (*FAULTS, *OF_GATING)
+    ],
 )
 def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
     """Each in a copy of the sources, by one of a few calls."""
-    right, changed = FAULTS[fault]
+    right, changed = (FAULTS | OF_GATING)[fault]
     texts = {name: (ROOT / "kernels" / FOLDER / name).read_text() for name in SOURCES}
     assert sum(text.count(right) for text in texts.values()) == 1
     for name, text in texts.items():
@@ -303,29 +419,41 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
     program = f"""
 import ctypes, sys
 from tests.native.test_gemm_ws_fibers import is_seen
-sys.exit(0 if is_seen(ctypes.CDLL({str(out)!r})) else 3)
+sys.exit(0 if is_seen(ctypes.CDLL({str(out)!r}), {fault in OF_GATING}) else 3)
 """
     assert forked.run("-c", program, path=[ROOT]).returncode != 3
 
 
-FEW = [shape for shape in SAMPLE if key_of(shape) != "32x2x1x2"]
+FEW = [shape for shape in SAMPLE if key_of(shape) in ("128x4x1x1", "64x1x4x1", "80x2x1x1")]
 """Shapes that planted faults are compiled for."""
 
 
-def is_seen(library: ctypes.CDLL, orders: tuple[int, ...] = (1, 2, 5)) -> bool:
-    """Whether one of a few calls is wrong."""
-    return any(
-        wrong(library, "int4_g128", shape, partition, 65, n, 1152, epilogue, order=order)
-        for order in orders
-        for shape in FEW
-        for partition in partitions_of("int4_g128", shape, 1152, 3)
-        for n, epilogue in ((200, "none"), (264, "bias+residual"))
-        if partition.split < 8
+def is_seen(library: ctypes.CDLL, gated: bool, orders: tuple[int, ...] = (1, 6, 7, 2, 5)) -> bool:
+    """Whether one of a few calls is wrong, of gate and up or of other products."""
+    products = (
+        [(320, "silu_mul"), (256, "bias+silu_mul")] if gated else [(200, "none"), (264, "bias+residual")]
     )
+    for order in orders:
+        for shape in FEW:
+            for partition in partitions_of("int4_g128", shape, 1152, 3):
+                for n, epilogue in products:
+                    call = (shape, partition, 65, n, 1152, epilogue)
+                    if wrong(library, "int4_g128", *call, order=order):
+                        return True
+            call = (shape, gemm_ws.Partition(1, 0, 3), 65, 64, 512, "silu_mul")
+            found, y = answer(library, "int4_g128", *call, size=100.0)
+            if gated and (
+                found
+                or not torch.equal(
+                    y[:1], answer(library, "int4_g128", *call[:2], 1, *call[3:], size=100.0)[1]
+                )
+            ):
+                return True
+    return False
 
 
-@pytest.mark.parametrize(
-    "order", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
-def test_nothing_is_seen_without_a_fault(libraries: Library, order: int) -> None:
-    assert not is_seen(libraries("int4_g128", FEW[0]), (order,))
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, 2, 5, 6, 7])
+@pytest.mark.parametrize("gated", [False, True])
+def test_nothing_is_seen_without_a_fault(libraries: Library, gated: bool, order: int) -> None:
+    assert not is_seen(libraries("int4_g128", FEW[0]), gated, (order,))

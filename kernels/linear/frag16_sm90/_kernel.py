@@ -26,6 +26,7 @@ class Family(NamedTuple):
         misfit: why a configuration does not run (format, configuration, m, k), None if it does.
         rows: maximum rows of x.
         expected: microseconds of one configuration by the cost model, for (format, configuration, m, n, k, multiprocessors).
+        gates: whether a kernel computes silu(gate) * up for N rows of W itself; otherwise, or None, that is a launch of its own.
         summary: a format string with a placeholder for the weights.
     """
 
@@ -38,6 +39,12 @@ class Family(NamedTuple):
     priority: int
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
     expected: Expected | None = None
+    gates: Callable[[int], bool] | None = None
+
+
+LAUNCH, BYTES = 2.0, 4.1e6
+"""Microseconds of silu(gate) * up in a launch of its own, at least, and bytes a microsecond on an H200: 5.4 for 256 x 28672, 176 for 8192 x 28672
+(bench/results/h200/engine_llama3_8b_int4.json)."""
 
 
 def kernel(name: str, family: Family, bits: int) -> Kernel:
@@ -87,15 +94,22 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         m, k = problem.integers(*"mk")
         return family.misfit(form(problem), config, m, k)
 
+    def gating(problem: Problem) -> float:
+        m, n = problem.integers("m", "n")
+        if "silu_mul" not in problem.flags("epilogue") or (family.gates is not None and family.gates(n)):
+            return 0.0
+        return max(LAUNCH, 3 * m * n / BYTES)  # gate and up are read, half as much is written
+
     def estimate(problem: Problem, target: Target) -> float | None:
         # Microseconds on a Hopper with HBM3e.
-        return ranked(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
+        return ranked(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0) + gating(problem)
 
     def estimate_config(problem: Problem, config: Config, target: Target) -> float | None:
         if family.expected is None:
             return None
         m, n, k = (problem.integer(axis) for axis in "mnk")
-        return family.expected(form(problem), config, max(m, 1), n, k, target.multiprocessors or 132)
+        found = family.expected(form(problem), config, max(m, 1), n, k, target.multiprocessors or 132)
+        return found + gating(problem)
 
     return Kernel(
         op="linear",

@@ -24,7 +24,8 @@ DESCRIPTIVE = ("format", "tile_bytes")
 
 
 class Product(NamedTuple):
-    """The checked operands of a launch; x has its columns in the order of the packed ones, and its rows `stride` apart."""
+    """The checked operands of a launch; x has its columns in the order of the packed ones, and its rows `stride` apart. gated: the kernel
+    writes silu(gate) * up; without, `target` has gate and up of a call that wants that."""
 
     m: int
     rows: int
@@ -37,6 +38,7 @@ class Product(NamedTuple):
     scale_type: int
     device: int
     stream: int
+    gated: bool
 
 
 def run(
@@ -46,7 +48,8 @@ def run(
     call: LinearCall,
     workspace: Tensor | None,
 ) -> None:
-    """Calls an entry; silu_mul and the residual after it follow in torch."""
+    """Calls an entry; where it does not compute silu_mul, that and the residual after it follow in a launch of their own."""
+    gate_after = call.silu_mul and not product.gated
     args = ARGS.new(product.device)  # pointers that are not set are null
     args.stream = product.stream
     args.y = product.target.data_ptr()
@@ -55,7 +58,7 @@ def run(
     args.w = call.weight[0].data_ptr()
     if call.bias is not None:
         args.bias = call.bias.data_ptr()
-    if call.residual is not None and not call.silu_mul:
+    if call.residual is not None and not gate_after:
         args.residual = call.residual.data_ptr()
     args.row_scale = product.row_scale
     if workspace is not None:
@@ -66,11 +69,12 @@ def run(
     args.x_type = product.x_type
     args.scale_type = product.scale_type
     args.pdl = 1
+    args.gated = int(product.gated)
     for name, value in config.items():
         if name not in DESCRIPTIVE:
             setattr(args, name, value)
     check(entry(args), f"linear of {config['format']}")
-    if call.silu_mul:
+    if gate_after:
         from gristmill.kernels.linear._epilogue import finish
 
         # the kernel has added the bias
@@ -78,8 +82,11 @@ def run(
         finish(rows, None, call.residual, True, call.out)
 
 
-def checked(config: Config, call: LinearCall) -> Product | None:
-    """The operands of a call, or None without rows. ValueError for tensors that do not match the configuration."""
+def checked(config: Config, call: LinearCall, gates: Callable[[int], bool] | None = None) -> Product | None:
+    """The operands of a call, or None without rows. ValueError for tensors that do not match the configuration.
+
+    gates: whether the kernel computes silu_mul for a number of rows of W; None: it never does.
+    """
     x, (tiles, second, perm) = call.x, call.weight
     form, rows = str(config["format"]), call.out.shape[-1] * (2 if call.silu_mul else 1)
     k = perm.numel() or x.shape[-1]
@@ -99,14 +106,14 @@ def checked(config: Config, call: LinearCall) -> Product | None:
     stride = row_stride(x)
     if perm.numel():
         x, stride = _gathered(x, stride, perm, m, device, stream), k
-    # Gate and up are computed by different CTAs, so silu_mul follows in torch.
-    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if call.silu_mul else call.out
+    gated = bool(call.silu_mul) and gates is not None and gates(rows)
+    alone = call.silu_mul and not gated
+    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if alone else call.out
     scale_type = (
         DTYPE_CODES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
     )
-    return Product(
-        m, rows, k, x, stride, target, row_scale, DTYPE_CODES[dtype_name(x.dtype)], scale_type, device, stream
-    )
+    x_type = DTYPE_CODES[dtype_name(x.dtype)]
+    return Product(m, rows, k, x, stride, target, row_scale, x_type, scale_type, device, stream, gated)
 
 
 def copyable(product: Product) -> Product:

@@ -11,7 +11,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import need_workspace
 from gristmill.kernels.linear.frag16_sm90._launch import checked, copyable, run
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
-from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, workspace_bytes
+from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, gates, workspace_bytes
 from gristmill.kernels.native import cuda_entry
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
-    product = checked(config, call)
+    product = checked(config, call, gates)
     if product is not None:
         workspace = (
             _workspace(call.workspace, workspace_bytes(config), call.x.device) if config["even"] else None

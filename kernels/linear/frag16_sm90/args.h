@@ -5,12 +5,12 @@
 // The arguments of every gm_linear_<format>_<schedule>_sm90. A schedule reads the fields it has use for;
 // instances.json says which of them name an instance.
 struct GmLinearFrag16Args {
-  static constexpr uint64_t kDigest = 0x25e949dff5c71780;
+  static constexpr uint64_t kDigest = 0x16ce04b77fd3041d;
   // ordinal; < 0: launch nothing, return the dynamic shared memory in bytes
   int32_t device;
   // a CUstream of the device
   void* stream;
-  // [m, n]
+  // [m, n], with `gated` [m, n / 2]
   void* y;
   // [m, k], rows ldx elements apart
   const void* x;
@@ -20,7 +20,7 @@ struct GmLinearFrag16Args {
   const void* w;
   // [n] or null
   const void* bias;
-  // [m, n] or null
+  // of the shape of y, or null
   const void* residual;
   // [n], multiplies the sums of a row of W; or null
   const float* row_scale;
@@ -69,6 +69,8 @@ struct GmLinearFrag16Args {
   int32_t even;
   // groups of 128 k that one half of a CTA's warpgroups stays behind the other
   int32_t lag;
+  // y = silu(gate) * up, [m, n / 2], of the two halves of the rows of w; n is a multiple of 64
+  int32_t gated;
 };
 
 // The arguments of gm_gather_columns_sm90.

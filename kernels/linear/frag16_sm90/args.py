@@ -9,12 +9,12 @@ ARGS = ArgumentStruct(
     """
     int32_t device;  // ordinal; < 0: launch nothing, return the dynamic shared memory in bytes
     void* stream;  // a CUstream of the device
-    void* y;  // [m, n]
+    void* y;  // [m, n], with `gated` [m, n / 2]
     const void* x;  // [m, k], rows ldx elements apart
     int64_t ldx;  // in elements
     const void* w;  // [n, k] as tiles of a frag16 layout
     const void* bias;  // [n] or null
-    const void* residual;  // [m, n] or null
+    const void* residual;  // of the shape of y, or null
     const float* row_scale;  // [n], multiplies the sums of a row of W; or null
     void* scratch;  // gemm_ws with `even`: flag_bytes zeros, then grid * mt * c * 256 bytes
     int32_t m;
@@ -43,6 +43,7 @@ ARGS = ArgumentStruct(
     int32_t raster;  // tiles along M that follow each other in time
     int32_t even;  // the last tiles are dealt out along K: 0 not, 1 one or two per CTA, 2 the remainder
     int32_t lag;  // groups of 128 k that one half of a CTA's warpgroups stays behind the other
+    int32_t gated;  // y = silu(gate) * up, [m, n / 2], of the two halves of the rows of w; n is a multiple of 64
     """,
 )
 

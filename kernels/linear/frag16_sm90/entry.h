@@ -141,19 +141,22 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   // A CTA of several slices has one tile, and a group of 128 k for each of them.
   if (a.slices > 1 && (a.even || ceil_div(a.k, gm::kTileK) / a.split < a.slices)) return GM_E_ARG;
   if (a.m < 0 || a.n < 1 || a.k < 1 || !is_copyable(a)) return GM_E_SHAPE;
+  if (a.gated && a.n % 64 != 0)
+    return GM_E_SHAPE;  // 32 rows of gate and of up are what two pairs of warps share
   if (a.device < 0) return shape.smem;
   if (a.m == 0) return GM_OK;
 
   gm::GemmParams p{};
   p.w = static_cast<const uint8_t*>(a.w), p.y = a.y, p.bias = a.bias, p.residual = a.residual;
   p.row_scale = a.row_scale, p.scratch = static_cast<uint8_t*>(a.scratch);
-  p.m = a.m, p.n = a.n, p.groups = ceil_div(a.k, gm::kTileK), p.tiles16 = ceil_div(a.n, gm::kTileRows);
+  p.gated = a.gated, p.m = a.m, p.n = a.gated ? a.n / 2 : a.n;
+  p.groups = ceil_div(a.k, gm::kTileK), p.tiles16 = ceil_div(a.n, gm::kTileRows);
   p.n_tiles = ceil_div(a.n, a.c * 64), p.m_tiles = ceil_div(a.m, a.mt);
   p.raster = a.raster < p.m_tiles ? a.raster : p.m_tiles;
   p.by_groups = gm::reciprocal(p.groups), p.by_band = gm::reciprocal(p.raster * p.n_tiles);
   p.by_raster = gm::reciprocal(p.raster), p.by_rest = gm::reciprocal(p.m_tiles % p.raster);
   p.lag = a.lag, p.log_split = __builtin_ctz(unsigned(a.split)), p.scales_half = a.scale_type == 1;
-  p.vector = a.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0 &&
+  p.vector = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0 &&
              reinterpret_cast<uintptr_t>(a.residual) % 16 == 0;
 
   CUtensorMap map;  // k past the end reads as 0
@@ -264,7 +267,8 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
 
 }  // namespace
 
-// y [m, n] = x [m, k] . W^T (times row_scale [n]) + bias + residual. Returns GM_OK, or an error.
+// y [m, n] = x [m, k] . W^T (times row_scale [n]) + bias + residual; with `gated` y [m, n / 2] = silu(gate) * up + residual.
+// Returns GM_OK, or an error.
 GM_CUDA_ARGS(GM_ENTRY, GmLinearFrag16Args)(const GmLinearFrag16Args* args) {
   if ((args->x_type != 1 && args->x_type != 2) || args->scale_type < 0 || args->scale_type > 2)
     return GM_E_DTYPE;

@@ -12,6 +12,9 @@
 // K: by stream-K, with partial sums in scratch memory; or over the CTAs of a cluster, which reduce them in the order of
 // ranks; or, with one tile per CTA, over warpgroups of the same rows of W, which reduce them in shared memory in the
 // order of slices. Every order is fixed.
+//
+// With `gated`, y = silu(gate) * up of the two halves of the rows of W: half of a CTA's warps have rows of gate, the others
+// the same rows of up, and each exchanges half of its sums with its counterpart through shared memory.
 #pragma once
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
@@ -97,6 +100,48 @@ __device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2]
   return last_x;
 }
 
+// Copies the weights of a tile of y with `gated`, `count` groups from k on: C blocks of 32 rows of gate from `block` on, and
+// the same of up. TILES tiles of gate and of up alternate in a slot; TILE: bytes of one.
+template <int C, int TILES, int TILE, typename WRing>
+__device__ __forceinline__ void copy_gated(const GemmParams& p, WRing& w, uint32_t base, int block, int k,
+                                           int count, uint64_t policy) {
+  constexpr int kHalf = 2 * TILE, kHalves = TILES / 2;  // bytes of 32 rows; how many of them until up follows
+  const int blocks = p.n / 32, here = min(C, blocks - block);
+  const int64_t block_bytes = static_cast<int64_t>(p.groups) * (2 * kHalf);
+  const auto rows32 = [&](int index) {
+    return p.w + (index >> 1) * block_bytes + k * (2 * kHalf) + (index & 1) * kHalf;
+  };
+  if (here == C && (kHalves == 1 || blocks % 2 == 0)) {
+    const uint8_t *gate = rows32(block), *up = rows32(blocks + block);
+#pragma unroll 1
+    for (; count > 0; --count, gate += 2 * kHalf, up += 2 * kHalf) {
+      mbar_wait(w.empty(), w.parity ^ 1);
+      mbar_arrive_expect_tx(w.full, C * 2 * kHalf);
+#pragma unroll
+      for (int b = 0; b < C / kHalves; ++b) {
+        const uint32_t to = w.slot + b * 2 * kHalves * kHalf;
+        bulk_load(to, gate + b * block_bytes, kHalves * kHalf, w.full, policy);
+        bulk_load(to + kHalves * kHalf, up + b * block_bytes, kHalves * kHalf, w.full, policy);
+      }
+      w.next(base);
+    }
+  } else {  // the last rows, or rows of up that begin within a block
+#pragma unroll 1
+    for (; count > 0; --count, ++k) {
+      mbar_wait(w.empty(), w.parity ^ 1);
+      mbar_arrive_expect_tx(w.full, here * 2 * kHalf);
+#pragma unroll 1
+      for (int i = 0; i < C * 2; ++i) {
+        const int half = i / (2 * kHalves) * kHalves + i % kHalves;
+        if (half < here)
+          bulk_load(w.slot + i * kHalf, rows32(block + half + (i & kHalves ? blocks : 0)), kHalf, w.full,
+                    policy);
+      }
+      w.next(base);
+    }
+  }
+}
+
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of the rings.
 // CHAINS: accumulators that products alternate, where one is too short to hide the latency of the one before.
 // PENDING: products in flight.  smem: dynamic shared memory, aligned to 1024 bytes.
@@ -111,6 +156,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
                 kThreads = C * SLICES * 128;
   constexpr int kFragments = Shape::kFragments, kStored = Shape::kPairs;
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
+  constexpr int kPairBarriers = 2;          // named barriers of two warps; 1 is that of slices
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
   constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
@@ -165,7 +211,9 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         const int block = tile_at(p, index).n * C, here = p.tiles16 - block * 4;
         const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
         const uint8_t* from = p.w + block * block_bytes;
-        if (here >= C * 4) {  // not as max(0, min(here, C * 4)): ptxas 13.0 miscompiled the branch
+        if (p.gated) {
+          copy_gated<C, Shape::kGatedTiles, kTile>(p, w, base, block, k, groups, policy);
+        } else if (here >= C * 4) {  // not as max(0, min(here, C * 4)): ptxas 13.0 miscompiled the branch
           from += k * (4 * kTile);
 #pragma unroll 1
           for (int left = groups; left > 0; --left, from += 4 * kTile) {
@@ -222,8 +270,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       uint32_t a[PENDING + 1][4];
       // Hides the latency of the epilogue's load.
       if (p.row_scale != nullptr && lane == 0) {
-        const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
-        if (row < p.n) prefetch_l2(p.row_scale + row);
+        const RowTile at = row_tile<Shape::kGatedTiles>(p, tile_at(p, index).n * C * 4 + my_rows);
+        if (at.column < p.n) prefetch_l2(p.row_scale + at.row);
       }
       // Staggers the second half of the warpgroups, so that one half multiplies while the other stores.
       if (Shape::kStaggered && p.lag > 0 && warp >= C * 2) {
@@ -240,17 +288,17 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, release, [] {});
       // Loads the operands of the epilogue while the last products run.
       const Tile tile = tile_at(p, index);
-      const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kFragments * 8;
+      const RowTile at = row_tile<Shape::kGatedTiles>(p, tile.n * C * 4 + my_rows);
+      const int n0 = at.column, m0 = tile.m * MT + slice * kFragments * 8;
       float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
+      const int row = at.row + (lane >> 2), left = p.n - n0 - (lane >> 2);
       if (p.row_scale != nullptr) {
-        const int row = n0 + (lane >> 2);
-        if (row < p.n) by[0] = p.row_scale[row];
-        if (row + 8 < p.n) by[1] = p.row_scale[row + 8];
+        if (left > 0) by[0] = p.row_scale[row];
+        if (left > 8) by[1] = p.row_scale[row + 8];
       }
       if (p.bias != nullptr) {
-        const int row = n0 + (lane >> 2);
-        if (row < p.n) bias[0] = Num<T>::to_float(static_cast<const T*>(p.bias)[row]);
-        if (row + 8 < p.n) bias[1] = Num<T>::to_float(static_cast<const T*>(p.bias)[row + 8]);
+        if (left > 0) bias[0] = Num<T>::to_float(static_cast<const T*>(p.bias)[row]);
+        if (left > 8) bias[1] = Num<T>::to_float(static_cast<const T*>(p.bias)[row + 8]);
       }
       wgmma_wait<0>();
       release(last_x);
@@ -335,13 +383,33 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         }
       }
 
+      const auto store = [&](const auto& v, int first, int end) {
+        constexpr int kPairs = sizeof(v) / 32,
+                      kPart = kPairs < Shape::kGatedPairs ? kPairs : Shape::kGatedPairs;
+        if (!p.gated) {
+          store_fragments<T, kPairs>(p, v, by, bias, staging, n0, first, end);
+          return;
+        }
+        constexpr int kTiles = Shape::kGatedTiles;
+        const bool has_up = (warp & kTiles) != 0;
+#pragma unroll
+        for (int part = 0; part < kPairs; part += kPart) {
+          float some[kPart * 8];
+#pragma unroll
+          for (int i = 0; i < kPart * 8; ++i) some[i] = v[part * 8 + i];
+          store_gated<T, kPart>(p, some, by, bias, staging,
+                                has_up ? staging - kTiles * kStagingSize : staging + kTiles * kStagingSize,
+                                has_up, kPairBarriers + warp / (2 * kTiles) * kTiles + warp % kTiles, n0,
+                                first + part * 16, end);
+        }
+      };
       if (p.log_split == 0) {
 #pragma unroll
         for (int f = 0; f < kFragments; f += kStored * 2) {
           float v[kStored * 8];
 #pragma unroll
           for (int i = 0; i < kStored * 8; ++i) v[i] = sum[f * 4 + i];
-          store_fragments<T, kStored>(p, v, by, bias, staging, n0, m0 + f * 8, p.m);
+          store(v, m0 + f * 8, p.m);
         }
       } else {
         // Once every CTA of the cluster has drained its rings, they are reused for partial sums. Each CTA owns a share
@@ -369,7 +437,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
               v[i * 4] += part.x, v[i * 4 + 1] += part.y, v[i * 4 + 2] += part.z, v[i * 4 + 3] += part.w;
             }
           const int first = rank * share + f, end = first + min(2, share - f);
-          store_fragments<T, 1>(p, v, by, bias, staging, n0, m0 + first * 8, min(p.m, m0 + end * 8));
+          store(v, m0 + first * 8, min(p.m, m0 + end * 8));
         }
       }
     }

@@ -46,6 +46,11 @@ def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
     return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
 
 
+def gates(n: int) -> bool:
+    """Whether silu(gate) * up of N rows of W is computed in the epilogue: 32 rows of gate and as many of up for two pairs of warps."""
+    return n % 64 == 0
+
+
 def workspace_bytes(config: Config) -> int:
     """Bytes of the flags, which are zero before and after a launch, and of the partial sums after them."""
     return (

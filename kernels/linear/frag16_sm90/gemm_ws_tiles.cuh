@@ -9,10 +9,10 @@ namespace gm {
 struct GemmParams {
   const uint8_t* w;           // as in DecodeParams
   void* y;                    // [M, N], row stride N
-  const void* bias;           // [N] or null
+  const void* bias;           // [rows of W] or null
   const void* residual;       // [M, N], row stride N, or null
-  const float* row_scale;     // [N], multiplies a row's sum before bias and residual; or null
-  int m, n, groups, tiles16;  // groups of 128 along K, tiles of 16 rows along N
+  const float* row_scale;     // [rows of W], multiplies a row's sum before bias and residual; or null
+  int m, n, groups, tiles16;  // n: columns of y; groups of 128 along K, tiles of 16 rows of W
   uint8_t* scratch;           // kFlagBytes of flags, zero between launches; then the partial sums of the CTAs
   int n_tiles, m_tiles, raster;  // tiles of Y; tiles along M of a raster band
   // Reciprocals (see quotient) of groups, raster * n_tiles, raster, m_tiles % raster.
@@ -22,6 +22,7 @@ struct GemmParams {
   int log_split, scales_half;     // log2 of the CTAs of a cluster, which split K; scales are fp16, not bf16
   int vector;                     // rows of y and residual are 16-byte aligned
   int lag;                        // groups by which the second half of the warpgroups is staggered
+  int gated;                      // y = silu(gate) * up: W has N rows of gate, then N rows of up; N % 32 == 0
 };
 
 constexpr int kXSlotK = 64;
@@ -50,6 +51,11 @@ struct Cta {
   // Whether one half of the warpgroups may be staggered behind the other, so that their epilogues alternate. With two
   // warpgroups the signals cost the main loop too much.
   static constexpr bool kStaggered = C == 4;
+  // With `gated` this many tiles of 16 rows of W of a CTA are of gate, and as many after them of the same columns of up: half
+  // a warpgroup or a whole one, so that the two halves of the warpgroups, which may be staggered, do not wait for each other.
+  static constexpr int kGatedTiles = C == 1 ? 2 : 4;
+  // Pairs of fragments whose gate and up are exchanged at a time: as many as there are registers for.
+  static constexpr int kGatedPairs = pairs_at_a_time(kPairs, kConsumerRegisters < 120 ? 2 : kPairs);
   // Bytes of the sums that slices exchange: those of 192 rows of x take the place of x, which leaves no other room.
   static constexpr bool kExchangesInX = SLICES > 1 && MT > 128;
   static constexpr int kExchange = kExchangesInX ? 0 : (SLICES - 1) * C * MT * 256;
@@ -120,6 +126,18 @@ struct TileScheduler {
     return ((p.groups * (rank + 1)) >> p.log_split) - k;
   }
 };
+
+// The first of the 16 rows of W that are tile `index` as CTAs count them, and the first of their columns of y. With `gated`
+// TILES tiles of gate are followed by those of the same columns of up.
+struct RowTile {
+  int column, row;
+};
+template <int TILES>
+__device__ __forceinline__ RowTile row_tile(const GemmParams& p, int index) {
+  if (!p.gated) return {index * kTileRows, index * kTileRows};
+  const int column = (index / (2 * TILES) * TILES + index % TILES) * kTileRows;
+  return {column, (index & TILES) ? p.n + column : column};
+}
 
 // Stores Y^T of 16 rows of W and PAIRS * 16 rows of x, held as accumulator fragments, to y[m0 .. m_end, n0 .. n0 + 16].
 // All pairs of fragments are transposed through shared memory together, 512 bytes each, so that latencies overlap.
@@ -192,6 +210,58 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
           ld_shared<uint16_t>(mine + i * 512 + j * 2);
     }
   }
+}
+
+// silu(gate) * up of two elements by one reciprocal. A sigmoid below 2^-60 is taken for 2^-60, so that nothing overflows.
+__device__ __forceinline__ void gate_two(float& a, float& b, float gate_a, float gate_b, float up_a,
+                                         float up_b) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  const float one_a = 1.f + exp2_approx(fminf(-kLog2e * gate_a, 60.f)),
+              one_b = 1.f + exp2_approx(fminf(-kLog2e * gate_b, 60.f)), inverse = rcp_approx(one_a * one_b);
+  a = gate_a * up_a * (inverse * one_b), b = gate_b * up_b * (inverse * one_a);
+}
+
+// Stores silu(gate) * up of PAIRS * 16 rows of x. Two warps call it: one has the sums of gate, the other those of the same
+// columns of up, both as store_fragments takes them. Each sends half of its fragments of 8 rows of x through its staging, and
+// finishes and stores the others. theirs: the other warp's staging; barrier: a named barrier of the two.
+template <typename T, int PAIRS>
+__device__ __forceinline__ void store_gated(const GemmParams& p, const float (&v)[PAIRS * 8],
+                                            const float (&by)[2], const float (&bias)[2], uint32_t staging,
+                                            uint32_t theirs, bool has_up, int barrier, int n0, int m0,
+                                            int m_end) {
+  constexpr int kMine = (PAIRS + 1) / 2;
+  const uint32_t lane_at = (threadIdx.x & 31) * 16;
+  float own[PAIRS * 4];
+  __syncwarp();  // the previous call has read the staging
+#pragma unroll
+  for (int f = 0; f < PAIRS; ++f) {
+    float sent[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = fmaf(v[f * 4 + i], by[i >> 1], bias[i >> 1]);
+      const float high = fmaf(v[(PAIRS + f) * 4 + i], by[i >> 1], bias[i >> 1]);
+      own[f * 4 + i] = has_up ? high : low, sent[i] = has_up ? low : high;
+    }
+    st_shared(staging + f * 512 + lane_at, make_float4(sent[0], sent[1], sent[2], sent[3]));
+  }
+  bar_sync(barrier, 64);
+  float got[PAIRS][4];
+#pragma unroll
+  for (int f = 0; f < PAIRS; ++f) ld_shared(got[f], theirs + f * 512 + lane_at);
+  bar_sync(barrier, 64);  // before either one stores through its staging
+  float out[kMine * 8] = {};
+#pragma unroll
+  for (int f = 0; f < PAIRS; ++f)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Of the same row of x, which no other row may change.
+      const int a = f * 4 + i, b = a + 2;
+      gate_two(out[a], out[b], has_up ? got[f][i] : own[a], has_up ? got[f][i + 2] : own[b],
+               has_up ? own[a] : got[f][i], has_up ? own[b] : got[f][i + 2]);
+    }
+  constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {};
+  const int first = m0 + (has_up ? PAIRS * 8 : 0);
+  store_fragments<T, kMine>(p, out, kOne, kNone, staging, n0, first, min(m_end, first + PAIRS * 8));
 }
 
 }  // namespace gm

@@ -29,6 +29,7 @@ GEMM_WS = Family(
     priority=108,
     workspace=workspace,
     expected=gemm_ws.expected,
+    gates=gemm_ws.gates,
 )
 
 KERNELS = (kernel("linear_w4a16_gemm_ws_sm90", GEMM_WS, 4), kernel("linear_w8a16_gemm_ws_sm90", GEMM_WS, 8))

@@ -55,6 +55,7 @@ INVARIANT = Family(
     rows=None,
     summary="any M: {} in register operands of wgmma, sums along K in an order that does not depend on M",
     priority=40,
+    gates=gemm_ws.gates,
 )
 
 KERNELS = tuple(
