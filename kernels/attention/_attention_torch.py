@@ -164,12 +164,12 @@ def _attend(
         if sinks is not None:
             l_i = l_i + (sink - m_i).exp()
         product = torch.matmul(weights.flatten(1, 2).to(values.dtype), values).float()
-        product = product.view(kv_heads, group, len(positions), -1) / torch.where(l_i > 0, l_i, 1.0)
+        product = product.view(kv_heads, group, len(positions), -1) / torch.where(l_i != 0, l_i, 1.0)
         out[begin : begin + QUERY_TILE] = (
             product.permute(2, 0, 1, 3).reshape(len(positions), heads, -1).to(out.dtype)
         )
         if lse is not None:
-            lse_i = torch.where(l_i > 0, m_i + l_i.log(), float("-inf"))
+            lse_i = torch.where(l_i != 0, m_i + l_i.log(), float("-inf"))
             lse[begin : begin + QUERY_TILE] = lse_i[..., 0].permute(2, 0, 1).reshape(len(positions), heads)
 
 

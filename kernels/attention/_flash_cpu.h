@@ -258,7 +258,7 @@ struct FlashAttention {
           m_i = m_new;
         }
       }
-      scale = kPieceScale<Code> * (l_i > 0 ? scale / l_i : 0);
+      scale = kPieceScale<Code> * (l_i != 0 ? scale / l_i : 0);
       if (a.v_scale && !a.token_scales) scale *= a.v_scale[(t.kv_head + n) * a.v_scale_head];
       T* out = static_cast<T*>(a.out) + token * a.out_token + head * a.out_head;
       const float* acc = s.acc + row * dv;
@@ -271,7 +271,7 @@ struct FlashAttention {
         for (; d + kLanes <= a.dv; d += kLanes) store(out + d, load(acc + d) * scale);
         if (d < a.dv) store(out + d, load(acc + d) * scale, a.dv - d);
       }
-      if (a.lse) a.lse[token * a.heads + head] = l_i > 0 ? m_i + __builtin_logf(l_i) : minus_infinity();
+      if (a.lse) a.lse[token * a.heads + head] = l_i != 0 ? m_i + __builtin_logf(l_i) : minus_infinity();
     }
   }
 

@@ -227,13 +227,13 @@ def flash_kernel(  # type: ignore[no-untyped-def]
 
         if SPLIT:
             partial = (part.to(tl.int64) * tokens + token) * heads + head
-            l_safe = tl.where(l_i > 0, l_i, 1.0)
+            l_safe = tl.where(l_i != 0, l_i, 1.0)
             tl.store(
                 parts + partial[:, None] * DV + dv[None, :],
                 acc / l_safe[:, None],
                 mask=live[:, None] & (dv < DV)[None, :],
             )
-            tl.store(parts_lse + partial, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
+            tl.store(parts_lse + partial, tl.where(l_i != 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             if SINKS:
                 sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
@@ -243,7 +243,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
                 l_i = l_i * alpha + tl.exp2(sink - m_base)
                 acc = acc * alpha[:, None]
                 m_i = m_new
-            l_safe = tl.where(l_i > 0, l_i, 1.0)
+            l_safe = tl.where(l_i != 0, l_i, 1.0)
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + dv[None, :]
             tl.store(
                 out_at,
@@ -251,7 +251,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
                 mask=live[:, None] & (dv < DV)[None, :],
             )
             if LSE:
-                lse_i = tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
+                lse_i = tl.where(l_i != 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
                 tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
@@ -298,12 +298,12 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         l_i = l_i * alpha + tl.exp2(sink - m_base)
         acc = acc * alpha
         m_i = m_new
-    l_safe = tl.where(l_i > 0, l_i, 1.0)
+    l_safe = tl.where(l_i != 0, l_i, 1.0)
     tl.store(
         out + token * out_token + head * out_head + dv, (acc / l_safe).to(out.dtype.element_ty), mask=dv < DV
     )
     if LSE:
-        tl.store(lse + token * heads + head, tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf")))
+        tl.store(lse + token * heads + head, tl.where(l_i != 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf")))
 
 
 def partial_results(

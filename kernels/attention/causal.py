@@ -48,7 +48,8 @@ def causal_attention(
     lse = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks[:, None, None].float())
-    weights = (scores - lse).exp().nan_to_num(0.0)
+    # Not by `nan_to_num`: a query that is not a number gives none.
+    weights = (scores - lse).exp().masked_fill(lse == float("-inf"), 0.0)
     return torch.einsum("hqk,khd->qhd", weights, values), lse[..., 0].T
 
 

@@ -57,11 +57,14 @@ def run(
     whole: int = 0,
     order: int = 0,
     fault: int = NONE,
+    lost: tuple[int, int] | None = None,
 ) -> tuple[int, bool, list[Tensor]]:
     """How many tiles' contexts were cut (-1 if all were to stay whole, -2 if threads wait for each other in vain), whether the outputs are the
-    reference's within the operation's tolerance, and the outputs."""
+    reference's within the operation's tolerance, and the outputs. The query `lost`, a token and a head, is no number."""
     problem = OP.problem(text)
     given = OP.inputs(problem, 1, "cpu")
+    if lost is not None:
+        given[0][lost] = float("nan")
     q, cache, table, query_start, seq_lens, max_q, max_ctx, scale, _, lse, _ = given
     tokens, heads, _ = q.shape
     out = torch.full((tokens + CANARY, heads, LATENT), float("nan"), dtype=q.dtype)
@@ -87,6 +90,10 @@ def run(
         outputs.append(own_lse[:known])
         expected.append(expected_lse[:known])
         right = right and bool(own_lse[known:].isnan().all())
+    if lost is not None:
+        for computed, wanted in zip(outputs, expected, strict=True):
+            right = right and bool(computed[lost].isnan().all()) and bool(wanted[lost].isnan().all())
+            computed[lost] = wanted[lost] = 0
     error = attention_error(problem, given, outputs, expected)
     records = tensors["records"]
     assert records is not None
@@ -121,6 +128,11 @@ def test_contexts_are_cut_and_merged(library: ctypes.CDLL, text: str, cut: int) 
 def test_contexts_stay_whole(library: ctypes.CDLL, text: str) -> None:
     ran, right, _ = run(library, text, whole=1, order=WHOLE.index(text))
     assert (ran, right) == (-1, True)
+
+
+@pytest.mark.parametrize(("text", "whole"), [(CUT[0][0], 0), (WHOLE[1], 1)])
+def test_a_query_that_is_no_number_shows(library: ctypes.CDLL, text: str, whole: int) -> None:
+    assert run(library, text, CTAS, whole=whole, lost=(0, 2))[1]
 
 
 def test_longer_sequences_of_a_mixed_batch_are_not_cut(library: ctypes.CDLL) -> None:

@@ -201,3 +201,14 @@ def test_one_key_more_or_less_is_seen(library: ctypes.CDLL, window: tuple[int, i
             if window[side] >= 0:
                 wrong = tuple(size + by * (place == side) for place, size in enumerate(window))
                 assert case.error(case.computed(library, wrong)[0]) > 1, wrong
+
+
+def test_a_query_that_is_no_number_shows(library: ctypes.CDLL) -> None:
+    """In the sums and in their logarithm; no other row changes a bit."""
+    case = Case([(40, 200), (9, 9)], (-1, 0))
+    before, _ = case.computed(library)
+    case.q[3, 1] = float("nan")
+    for computed, without in zip(case.computed(library)[0], before, strict=True):
+        assert bool(computed[3, 1].isnan().all())
+        computed[3, 1] = without[3, 1]
+        assert torch.equal(computed, without)

@@ -178,19 +178,19 @@ def mla_kernel(
             acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
             m_i = m_new
 
-        l_safe = tl.where(l_i > 0, l_i, 1.0)
+        l_safe = tl.where(l_i != 0, l_i, 1.0)
         valid_out = live[:, None] & (latent < LATENT)[None, :]
         if SPLIT:
             partial = (part.to(tl.int64) * tokens + token) * heads + head
             tl.store(
                 parts + partial[:, None] * LATENT + latent[None, :], acc / l_safe[:, None], mask=valid_out
             )
-            tl.store(parts_lse + partial, tl.where(l_i > 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
+            tl.store(parts_lse + partial, tl.where(l_i != 0, m_i + tl.log2(l_safe), float("-inf")), mask=live)
         else:
             out_at = out + token[:, None] * out_token + head[:, None] * out_head + latent[None, :]
             tl.store(out_at, (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=valid_out)
             if LSE:
-                lse_i = tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
+                lse_i = tl.where(l_i != 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf"))
                 tl.store(lse + token * heads + head, lse_i, mask=live)
 
 

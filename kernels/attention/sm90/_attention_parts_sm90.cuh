@@ -9,9 +9,10 @@ namespace gm {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// top: the maximum that the sum of weights refers to, log2-scaled.
+// top: the maximum that the sum of weights refers to, log2-scaled. A row without keys has the sum 0; that of a query which is
+// not a number is NaN, as is the result.
 __device__ __forceinline__ float log_sum_exp(float top, float sum) {
-  return sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  return sum == 0.f ? -INFINITY : (top + __log2f(sum)) * kLn2;
 }
 
 // Epilogue of a row: log-sum-exp and normalization, from the maximum of its raw scores and its sum of weights.
@@ -29,7 +30,7 @@ struct RowEpilogue {
     }
   }
   // Factor that normalizes the sums of values.
-  __device__ __forceinline__ float inverse() const { return sum > 0.f ? factor / sum : 0.f; }
+  __device__ __forceinline__ float inverse() const { return sum == 0.f ? 0.f : factor / sum; }
   __device__ __forceinline__ float lse() const { return log_sum_exp(top, sum); }
 };
 

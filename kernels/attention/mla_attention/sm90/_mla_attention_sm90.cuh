@@ -294,7 +294,7 @@ class MlaConsumer {
       const int row = row_ + r * 8;
       l_[r] += sums[(GROUP ^ 1) * S::kRows + row];
       top[r] = m_[r] == -INFINITY ? -INFINITY : m_[r] * p_.scale_log2;
-      by[r] = l_[r] > 0.f ? 1.f / l_[r] : 0.f;
+      by[r] = l_[r] == 0.f ? 0.f : 1.f / l_[r];
       if (GROUP == 0 && (lane_ & 3) == 0 && row < work_.rows) {
         if (work_.slot < 0)
           write_lse(p_, work_, row, top[r], l_[r]);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
       load(s + kBatch);
     }
     const auto store = [&](float4 v, int c) {
-      const float by = sum > 0.f ? 1.f / sum : 0.f;
+      const float by = sum == 0.f ? 0.f : 1.f / sum;
       const MlaRow at(p, w, row);
       T* const to = static_cast<T*>(p.out) + at.token * p.out_token + at.head * p.out_head + column + c * 128;
       *reinterpret_cast<uint2*>(to) =

@@ -362,7 +362,7 @@ struct Flash {
 #pragma unroll
       for (int w = 0; w < S::kWarps; ++w) {
         const float2 stat = stats[w * 16 + row];
-        if (stat.x == -INFINITY) continue;
+        if (stat.y == 0.f) continue;  // this warp saw no key
         RowPart part{*reinterpret_cast<const float4*>(sums + (w * 16 + row) * S::kPitch + element), stat.x,
                      stat.y};
         add_before(part, sum, p.scale_log2);

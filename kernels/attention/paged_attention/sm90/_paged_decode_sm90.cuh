@@ -79,7 +79,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) {
       const float2 stat = stats[w * N + row];
-      if (stat.x == -INFINITY) continue;
+      if (stat.y == 0.f) continue;  // this warp saw no key
       RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), stat.x, stat.y};
       add_before(part, sum, p.scale_log2);
       sum = part;
