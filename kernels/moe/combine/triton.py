@@ -10,6 +10,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def config(problem: Problem, target: Target) -> Config:
 
 
 @jit
-def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr):
+def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -47,7 +49,15 @@ def launch(config: Config, call: CombineCall) -> None:
     if tokens:
         block = int(config["block"])
         combine_kernel[(tokens, cdiv(width, block))](
-            call.y, call.inverse, call.weights, call.out, top_k, width, BLOCK=block, num_warps=config["warps"]
+            call.y,
+            call.inverse,
+            call.weights,
+            call.out,
+            top_k,
+            width,
+            BLOCK=block,
+            num_warps=config["warps"],
+            **overlapped(call.y),
         )
 
 
@@ -61,7 +71,11 @@ def aot(target: Target) -> list[AotCase]:
         "top_k": "i32",
         "width": "i32",
     }
-    return [AotCase("bf16", combine_kernel, types, {"BLOCK": 1024}, {"num_warps": 4}, ("width",))]
+    return [
+        AotCase(
+            "bf16", combine_kernel, types, {"BLOCK": 1024} | overlap_on(target), {"num_warps": 4}, ("width",)
+        )
+    ]
 
 
 KERNEL = Kernel(
@@ -75,5 +89,7 @@ KERNEL = Kernel(
     summary="one program per token and stretch of columns, k in order",
     config=config,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

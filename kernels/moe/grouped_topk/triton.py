@@ -11,6 +11,7 @@ from gristmill.kernel_registry.scheme import next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import row_stride
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def grouped_topk_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
     s = tl.arange(0, BLOCK_S)
@@ -126,6 +129,7 @@ def launch(config: Config, call: GroupedTopkCall) -> None:
             BLOCK_S=next_power_of_2(experts // groups),
             BLOCK_K=next_power_of_2(call.top_k),
             num_warps=config["warps"],
+            **overlapped(call.logits),
         )
 
 
@@ -166,8 +170,14 @@ def aot(target: Target) -> list[AotCase]:
         "BLOCK_K": 8,
     }
     return [
-        AotCase("deepseek", grouped_topk_kernel, types | {"logits": "*fp32"}, deepseek, {"num_warps": 1}),
-        AotCase("softmax", grouped_topk_kernel, types, softmax, {"num_warps": 1}),
+        AotCase(
+            "deepseek",
+            grouped_topk_kernel,
+            types | {"logits": "*fp32"},
+            deepseek | overlap_on(target),
+            {"num_warps": 1},
+        ),
+        AotCase("softmax", grouped_topk_kernel, types, softmax | overlap_on(target), {"num_warps": 1}),
     ]
 
 
@@ -182,5 +192,7 @@ KERNEL = Kernel(
     summary="one program per token, experts in registers, repeated maximum of integer keys",
     config=config,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

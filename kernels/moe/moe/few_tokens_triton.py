@@ -16,6 +16,7 @@ from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.dependent_launch import begin, overlap_on, overlapped
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe._swiglu_triton import swiglu
@@ -49,8 +50,10 @@ def gate_and_up_kernel(
     CLAMP: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """silu(gate) · up of ROWS of an entry's inner values; STEP columns of x at a time."""
+    begin(OVERLAP)
     entry = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < inner
@@ -91,8 +94,10 @@ def down_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ROWS values of a token: the sum over its experts, k in order."""
+    begin(OVERLAP)
     token = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < hidden
@@ -146,6 +151,7 @@ def launch(config: Config, call: MoeCall) -> None:
         ROWS=rows1,
         STEP=int(config["step1"]),
         num_warps=int(config["warps1"]),
+        **overlapped(call.x),
     )
     down_kernel[(cdiv(hidden, rows2), tokens)](
         activations,
@@ -162,6 +168,7 @@ def launch(config: Config, call: MoeCall) -> None:
         ROWS=rows2,
         STEP=int(config["step2"]),
         num_warps=int(config["warps2"]),
+        **overlapped(call.x),
     )
 
 
@@ -217,7 +224,7 @@ def aot(target: Target) -> list[AotCase]:
         (gate_and_up_kernel, "gate_and_up_bias_clamp", {"BIAS": True, "CLAMP": True}),
         (down_kernel, "down", {"BIAS": False}),
     ):
-        constants = {"ROWS": 4, "STEP": 512, **flags}
+        constants = {"ROWS": 4, "STEP": 512, **flags, **overlap_on(target)}
         cases.append(AotCase(name, function, types, constants, options, ("hidden", "inner")))
     return cases
 
@@ -242,5 +249,7 @@ KERNEL = Kernel(
         "m=3,top_k=1,e=12,h=600,i=520",
         "m=1,top_k=4,e=2,h=64,i=96,epilogue=w2_bias",
     ),
+    waits=True,
+    triggers=True,
     priority=52,
 )
