@@ -45,17 +45,18 @@ inline int current = 0, block_threads = 0, ranks = 0, order = 0, fault = 0;
 // orders bit 1, of their number every eighth time.
 constexpr int kSlowRanks = 4, kSlowWarps = 6;
 inline int64_t cluster = 0;
-inline void* scheduler[5];
+// Of who resumes fibers. Its name is in no other header: libraries of one process share such variables, whatever their types are.
+inline void* home[5];
 inline void (*body)(void*) = nullptr;
 inline void* argument = nullptr;
 
 // Jumps between stacks are those of the compiler: swapcontext calls the kernel each time.
 [[noreturn, gnu::noinline]] inline void jump(void** to) { __builtin_longjmp(to, 1); }
 [[gnu::noinline]] inline void yield() {
-  if (!__builtin_setjmp(all[current].place)) jump(scheduler);
+  if (!__builtin_setjmp(all[current].place)) jump(home);
 }
 [[gnu::noinline]] inline void resume(Fiber& fiber) {
-  if (__builtin_setjmp(scheduler)) return;
+  if (__builtin_setjmp(home)) return;
   if (fiber.begun) jump(fiber.place);
   fiber.begun = true;
   setcontext(&fiber.context);
@@ -68,7 +69,7 @@ inline void meet_warp() { wait(current / 32 * 32, 32, &Fiber::warp_waits, ++all[
 inline void enter() {
   body(argument);
   all[current].done = true;
-  jump(scheduler);
+  jump(home);
 }
 
 // One cluster. False if threads wait for each other in vain.
