@@ -14,6 +14,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels import given_codes
 from gristmill.kernels.attention.ragged_inputs import UNUSED_BLOCK
 from gristmill.kernels.moe._clamped import ALPHA, LIMIT
+from gristmill.kernels.moe.moe.op import NO_ORDER
 from gristmill.kernels.quantized_inputs import random_weight
 from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor
@@ -84,7 +85,7 @@ def experts(problem: Problem, device: str, ranks: int = 1) -> Arguments:
     w13, w2, *biases = _experts(default_registry().op("moe").static(problem), device)
     clamp = "clamp" in problem.flags("epilogue")
     rest = [problem.integer("i"), None, *biases, clamp, ALPHA, LIMIT]
-    return [*_routing(problem, device, 0, ranks), w13, w2, *rest, None, None, "silu", True]
+    return [*_routing(problem, device, 0, ranks), w13, w2, *rest, None, None, "silu", True, *NO_ORDER]
 
 
 def other_routing(problem: Problem, arguments: Arguments, index: int, ranks: int = 1) -> Arguments:

@@ -146,7 +146,7 @@ def test_much_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_free_memory_is_that_of_the_machine_or_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 << 20 < device.free_bytes("cpu") < 1 << 50
-    monkeypatch.setattr(device, "_group", lambda: [12345])
+    monkeypatch.setattr(device, "_group", lambda: (12345, 1 << 40))
     assert device.free_bytes("cpu") == 12345
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
