@@ -227,24 +227,7 @@ FAULTS_OF_MOE = {
     "silu in place of it": lambda a: a | {"clamp": False},
     "one bias of an expert": lambda a: a | {"w2_bias": _without_one(a["w2_bias"])},
 }
-NAMES = (
-    "x",
-    "weights",
-    "ids",
-    "w13",
-    "w2",
-    "inter",
-    "workspace",
-    "w13_bias",
-    "w2_bias",
-    "clamp",
-    "alpha",
-    "limit",
-    "codes",
-    "scales",
-    "activation",
-    "gated",
-)
+NAMES = MOE[0].op.Call.names[: -len(MOE[0].op.outputs)]
 
 
 def _without_one(bias: torch.Tensor) -> torch.Tensor:
