@@ -60,14 +60,6 @@ def on_device(device: str) -> AbstractContextManager[object]:
     return nullcontext() if device == "cpu" else torch.accelerator.device_index(device_index(device))
 
 
-GROUPS = Path("/sys/fs/cgroup")
-_GROUP_FILES = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""By version of control groups, 2 and 1: the folder, and the files of the limit and of what is used; the entry of memory.stat."""
-
-
 def free_bytes(device: str) -> int:
     """Bytes that can still be allocated on a device: on a GPU including memory that torch has reserved but does not use, on a CPU including memory
     that the operating system can reclaim, within the limit of the control group of this process."""
@@ -94,6 +86,14 @@ def _available() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
     except (OSError, StopIteration):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+GROUPS = Path("/sys/fs/cgroup")
+_GROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""By version of control groups, 2 and 1: the folder, and the files of the limit and of what is used; the entry of memory.stat."""
 
 
 def _group(root: Path = GROUPS) -> tuple[int, int] | None:

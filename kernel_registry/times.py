@@ -74,16 +74,19 @@ class Times:
         be used, however near that is; nor can one that does not fit the dynamic sizes of this problem. One of the product without what is
         beside it (`PLAIN`) is used if the kernel has it for this problem too.
         """
-        known = [n for n in self._records_of(kernel) if n.same]
-        own = self._configs(kernel) if any(n.plain for n in known) else frozenset()
         fit = [
             n
-            for n in known
-            if of_present_code(kernel, n.timing)
+            for n in self._records_of(kernel)
+            if n.same
+            and of_present_code(kernel, n.timing)
             and kernel.misfit(self.problem, n.timing.config) is None
-            and (not n.plain or config_key(n.timing.config) in own)
         ]
         best = _nearest(fit)
+        # Records of the problem itself come first, and need no look at the space.
+        if best is not None and best.plain:
+            own = self._configs(kernel)
+            fit = [n for n in fit if not n.plain or config_key(n.timing.config) in own]
+            best = _nearest(fit)
         if best is None:
             return None
         return dict(best.timing.config) if best.far == 0 else self._best_fit(kernel, fit, best)
