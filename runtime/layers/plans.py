@@ -268,9 +268,9 @@ class Plans:
         if found is None:
             entry = plan.entries[index] if self._calls is not None else plan.entry(size)
             if entry is None:
-                best = self.resolver.select(plan.op, plan.problem(index), plan.layouts).best
+                best = plan.resolver.select(plan.op, plan.problem(index), plan.layouts).best
                 return best is not None and argument in best.kernel.reads
-            found = self._reads[id(plan), index] = self.resolver.kernel(plan.op, entry.kernel).reads
+            found = self._reads[id(plan), index] = plan.resolver.kernel(plan.op, entry.kernel).reads
         return argument in found
 
     def workspace(self, plan: BoundPlan, size: int) -> Tensor | None:

@@ -186,9 +186,11 @@ def test_the_command_line(policy_file, tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(cli, ["coverage", "--model", "gpt-oss-20b", "--target", "h200", "--json"])
     output = json.loads(result.stdout)
-    assert output["shares"]["default"] == 1 and {c["step"] for c in output["calls"]} == {
-        str(step) for step in MIX
-    }
+    # A product with a bias takes the times of one without, where near ones were measured.
+    assert {c["op"] for c in output["calls"] if c["level"] != "default"} == {"linear"}
+    assert output["shares"]["near"] + output["shares"]["default"] == pytest.approx(1)
+    assert output["shares"]["near"] < 0.1
+    assert {c["step"] for c in output["calls"]} == {str(step) for step in MIX}
     arguments = [
         "coverage",
         "--model",

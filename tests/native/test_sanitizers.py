@@ -37,13 +37,15 @@ def test_every_kernel_has_a_program() -> None:
     assert built - called == set(), "add tests/native/<op>_asan.cpp; rms_norm_asan.cpp is the example"
     assert called - built == set(), "these programs call what is no more"
     modules = {path.stem: path for path in (ROOT / "kernels").rglob("*_cpu.py")}
+    imports = re.compile(r"^from gristmill\.(kernels\.[\w.]+) import cpu\b", re.MULTILINE)
     for kernel in default_registry().all_kernels():
         if kernel.language != "cpp" or not kernel.module.startswith("gristmill."):
             continue
         spec = ROOT / (kernel.module.removeprefix("gristmill.").replace(".", "/") + ".py")
         text = spec.read_text()
-        parts = {name for name in re.findall(r"\b\w+_cpu\b", text) if name in modules}  # of a chain
-        used = set(re.findall(r'"(gm_\w+)"', text + "".join(modules[name].read_text() for name in parts)))
+        parts = {modules[name] for name in re.findall(r"\b\w+_cpu\b", text) if name in modules}  # of a chain
+        parts |= {ROOT / folder.replace(".", "/") / "cpu.py" for folder in imports.findall(text)}
+        used = set(re.findall(r'"(gm_\w+)"', text + "".join(part.read_text() for part in parts)))
         assert used and used <= called, f"{kernel.name} calls {used}"
 
 
