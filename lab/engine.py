@@ -37,6 +37,10 @@ from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.bench.device_trace import Trace, recorded, summary
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.writing.checkpoint import write_quantized
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
+from gristmill.runtime.models import model_table
 from lab.result import write_result
 
 DEEPSEEK: dict[str, Any] = {
@@ -86,6 +90,53 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,  # of every second layer, from the first on
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
     },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
@@ -143,8 +194,16 @@ def random_model(name: str, folder: Path, **changes: Any) -> Path:
     return folder / name
 
 
+def quantized(model: Path, scheme: str, form: str, out: Path) -> Path:
+    """A model directory rounded to nearest, in the number format `scheme` and the checkpoint format `form`."""
+    table = model_table(parse_config(*open_checkpoint(model).config()))
+    write_quantized(model, out, table, QuantScheme.parse(scheme), form=form)
+    return out
+
+
 def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
-    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct, also where lists of the quantization name it."""
+    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct, also where lists of the quantization name it, and of
+    the same type where layers have types (sliding window or full attention)."""
     from safetensors.torch import load_file, save_file
 
     def repeated(name: str) -> list[str]:
@@ -162,6 +221,8 @@ def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
     out.mkdir()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][layer % distinct] for layer in range(count)]
     quantization = config.get("quantization_config", {})
     for key, value in quantization.items():
         if isinstance(value, list) and all(isinstance(name, str) for name in value):

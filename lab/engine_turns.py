@@ -2,8 +2,9 @@
 
     python -m lab.engine_turns --model llama3-8b --engines gristmill,vllm --out FILE
 
-A name instead of a directory makes a model of that shape with random weights (`lab.engine`); --quant stores it in that number format
-as compressed-tensors, which every engine then reads. Every engine has a process of its own and the same number of bytes for its
+A name instead of a directory makes a model of that shape with random weights (`lab.engine`); --quant stores it in that number format, as
+compressed-tensors or in the checkpoint format that --format names (fp8: DeepSeek's and Qwen's blocks; mxfp4: gpt-oss' experts), which every
+engine then reads. Every engine has a process of its own and the same number of bytes for its
 cache. A round gives each engine every workload once, in an order that changes from round to round. Prompts are random ids, anew in
 each round, so that nothing but the shared prefix of ``prefix`` is found in a prefix cache; outputs are greedy and have no end tokens.
 `gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold. `gristmill@2` has its model on two
@@ -46,7 +47,7 @@ import torch
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
-from lab.engine import SHAPES, random_model, repeat_layers
+from lab.engine import SHAPES, quantized, random_model, repeat_layers
 from lab.engine_turns_child import SPECIAL
 from lab.result import write_result
 
@@ -197,14 +198,6 @@ class EngineProcess:
         self.results.close()
 
 
-def quantized(model: Path, scheme: str, folder: Path) -> Path:
-    """A directory with the weights in `scheme`, as compressed-tensors."""
-    command = [sys.executable, "-m", "gristmill.tools.cli", "quantize", "--model", str(model)]
-    command += ["--quant", scheme, "--format", "compressed-tensors", "--out", str(folder / scheme)]
-    subprocess.run(command, check=True)
-    return folder / scheme
-
-
 def made(options: argparse.Namespace, folder: Path) -> Path:
     """The directory that all engines load."""
     model, distinct = Path(options.model), options.distinct
@@ -212,7 +205,7 @@ def made(options: argparse.Namespace, folder: Path) -> Path:
         changes = {} if distinct is None else {"num_hidden_layers": distinct}
         model = random_model(options.model, folder, **changes)
     if options.quant:
-        model = quantized(model, options.quant, folder)
+        model = quantized(model, options.quant, options.format, folder / options.quant)
     if options.model not in SHAPES or distinct is None:
         return model
     layers = options.layers or SHAPES[options.model]["num_hidden_layers"]
@@ -283,6 +276,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m lab.engine_turns", description=str(__doc__).split("\n")[0])
     parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
     parser.add_argument("--quant", help="number format in which the model is stored first")
+    parser.add_argument("--format", default="compressed-tensors", help="checkpoint format of --quant")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer a model that is made gets")
     parser.add_argument("--distinct", type=int, help="layers of a model that is made that are no copies")
     parser.add_argument("--layers", type=int, help="layers, with --distinct. Default: those of the shape")

@@ -29,11 +29,7 @@ from typing import Any
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
-from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant.writing.checkpoint import write_quantized
-from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.models import model_table
-from lab.engine import SHAPES, random_model, repeat_layers, workload
+from lab.engine import SHAPES, quantized, random_model, repeat_layers, workload
 from lab.result import write_result
 
 BASELINE = "vllm"
@@ -67,9 +63,7 @@ def directory(options: argparse.Namespace, scratch: Path) -> Path:
     changes = {} if made is None else {"num_hidden_layers": made}
     folder = random_model(options.model, scratch, **changes)
     if options.scheme is not None:
-        dense, folder = folder, scratch / "quantized"
-        table = model_table(parse_config(*open_checkpoint(dense).config()))
-        write_quantized(dense, folder, table, QuantScheme.parse(options.scheme), form=options.form)
+        folder = quantized(folder, options.scheme, options.form, scratch / "quantized")
     if options.distinct is None:
         return folder
     count = options.layers or SHAPES[options.model]["num_hidden_layers"]
