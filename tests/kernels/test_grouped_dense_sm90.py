@@ -66,15 +66,15 @@ def test_hardware_is_hopper_alone() -> None:
             assert kernel.requires.check_hardware(Target.parse(other)), (kernel.name, other)
 
 
-def test_before_it_is_measured_it_displaces_nothing() -> None:
-    """Kernels that were measured come first, and among others those of a higher priority."""
+def test_it_is_preferred_where_nothing_is_measured() -> None:
+    """To kernels of other languages, whose times beside it are in bench/results/h200/peers.json."""
     for kernel in (MOE, GROUPED):
         others = [
             one
             for one in REGISTRY.all_kernels()
-            if one.op == kernel.op and one.language in ("triton", "cutedsl") and "invariant" not in one.name
+            if one.op == kernel.op and one.language in ("triton", "cutedsl") and "sm90" in one.name
         ]
-        assert others and all(one.priority > kernel.priority for one in others)
+        assert others and all(one.priority < kernel.priority for one in others)
 
 
 def test_shapes_are_those_of_the_library() -> None:

@@ -441,7 +441,8 @@ grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | gr
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | cpu:avx2 | x86 | - | grouped_topk_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | xpu:dg2 | both | - | grouped_topk_torch
 route | m=16,e=256,local=256,top_k=8 | sm_80 | cuda | - | route_triton
-route | m=16,e=256,local=256,top_k=8 | sm_90 | sm90a | - | route_chain_sm90
+route | m=16,e=256,local=256,top_k=8 | sm_90 | sm90a | - | route_sm90
+route | m=65,e=256,local=256,top_k=8 | sm_90 | sm90a | - | route_chain_sm90
 route | m=16,e=256,local=256,top_k=8 | cpu:avx2 | x86 | - | route_cpu@avx2
 permute | m=16,top_k=8,e=256 | sm_90 | cuda | - | permute_triton
 permute | m=16,top_k=8,e=256 | cpu:avx2 | x86 | - | permute_cpu@avx2
@@ -460,7 +461,7 @@ grouped_linear | m=512,e=128,n=1536,k=2048,epilogue=silu_mul,gather=8 | sm_100 |
 grouped_linear | m=512,e=128,n=1536,k=2048,x=fp16,w=fp16 | sm_103 | cutedsl | - | grouped_linear_cutedsl_sm100
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_110 | cutedsl | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linear_triton
-grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_dense_sm90
 grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_cutedsl_sm100
 grouped_linear | m=512,e=128,n=1536,k=2044,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
 linear | m=1,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
@@ -490,14 +491,14 @@ linear | m=1,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_103 | cutedsl89 | - | linea
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | cutedsl89 | - | linear_w8a8_sm89
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | cutedsl | linear_w8a8_sm89
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | cutedsl | linear_w8a8_sm90
-moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
+moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_dense_sm90
 grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
 combine | m=16,top_k=8,h=7168 | sm_75 | cuda | - | combine_triton
 combine | m=16,top_k=8,h=7168 | cpu:neon | arm | - | combine_cpu@neon
 moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
 moe | m=1,top_k=8,e=128,h=2048,i=768 | gfx942 | hip | - | moe_few_tokens_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
+moe | m=1,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_dense_sm90
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
 moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_80 | ptx80 | - | moe_sm80
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128_zp,x=fp16 | sm_86 | ptx80 | - | moe_sm80

@@ -25,5 +25,5 @@ KERNEL = kernel(
     __name__,
     "grouped_topk_sm75",
     Requirement(vendors=("nvidia",), code="cuda:compute_75"),
-    priority=42,
+    priority=56,
 )

@@ -25,5 +25,5 @@ KERNEL = kernel(
     __name__,
     "grouped_topk_sm80",
     Requirement(vendors=("nvidia",), code="cuda:compute_80"),
-    priority=44,
+    priority=58,
 )

@@ -25,6 +25,6 @@ KERNEL = kernel(
     __name__,
     "grouped_topk_sm90",
     Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
-    priority=46,
+    priority=60,
     overlaps=True,
 )

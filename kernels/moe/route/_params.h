@@ -19,9 +19,10 @@ struct Params {
   int words;                       // words_of(local)
 };
 
-// CTAs for so many tokens: few have a CTA each.
+// CTAs for so many tokens: few have a CTA each. Two at least: a launch of one CTA is none of a cluster, in which red.async is an illegal
+// instruction.
 constexpr int ctas_of(int64_t tokens) {
-  int ctas = 1;
+  int ctas = 2;
   while (ctas < kCtas && ctas < tokens) ctas *= 2;
   return ctas;
 }

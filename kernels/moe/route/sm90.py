@@ -55,5 +55,5 @@ KERNEL = Kernel(
     batch_invariant=True,
     waits=True,
     triggers=True,
-    priority=46,
+    priority=62,
 )

@@ -62,5 +62,5 @@ KERNEL = Kernel(
     ),
     waits=True,
     triggers=True,
-    priority=45,
+    priority=58,
 )
