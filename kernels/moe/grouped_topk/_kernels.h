@@ -26,15 +26,7 @@ __device__ __forceinline__ void grouped_topk(const gm::topk::Params& p) {
       choose_##name##_##each(const __grid_constant__ gm::topk::Params p) { \
     grouped_topk<type, each>(p);                                           \
   }
-#define GM_ROWS_OF(name, type) \
-  GM_ROWS(name, type, 4)       \
-  GM_ROWS(name, type, 8)       \
-  GM_ROWS(name, type, 12)      \
-  GM_ROWS(name, type, 16)      \
-  GM_ROWS(name, type, 32)
-GM_ROWS_OF(fp32, float)
-GM_ROWS_OF(fp16, __half)
-GM_ROWS_OF(bf16, __nv_bfloat16)
+GM_TOPK_KERNELS(GM_ROWS)
 
 #else
 #include "_params.h"
@@ -42,13 +34,8 @@ GM_ROWS_OF(bf16, __nv_bfloat16)
 
 namespace gm::topk {
 
-#define GM_ROWS_OF(name)              \
-  {{GM_CUBIN, "choose_" #name "_4"},  \
-   {GM_CUBIN, "choose_" #name "_8"},  \
-   {GM_CUBIN, "choose_" #name "_12"}, \
-   {GM_CUBIN, "choose_" #name "_16"}, \
-   {GM_CUBIN, "choose_" #name "_32"}}
-static CudaKernel g_rows[3][5] = {GM_ROWS_OF(fp32), GM_ROWS_OF(fp16), GM_ROWS_OF(bf16)};
+#define GM_ROWS(name, type, each) {GM_CUBIN, "choose_" #name "_" #each},
+static CudaKernel g_rows[] = {GM_TOPK_KERNELS(GM_ROWS)};
 
 // warps: rows of a block.
 inline int launch(const GmGroupedTopkCall& call, int64_t warps, bool overlap, int device, void* stream) {
@@ -60,7 +47,7 @@ inline int launch(const GmGroupedTopkCall& call, int64_t warps, bool overlap, in
   if (call.m == 0) return GM_OK;
   Params p = params_of(call, call.x_type == 0 ? 4 : 2);
   void* args[] = {&p};
-  return g_rows[call.x_type][size_of(call.e)].launch(
+  return g_rows[call.x_type * std::size(kSizes) + size_of(call.e)].launch(
       device, stream, {.grid_x = unsigned(blocks), .block = unsigned(32 * warps), .pdl = overlap}, args);
 }
 

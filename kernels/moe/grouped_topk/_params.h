@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 namespace gm::topk {
 
@@ -25,7 +26,16 @@ struct Params {
 };
 
 // Neighbouring experts that a lane has, of so many: few sizes, so that few kernels are compiled.
-constexpr int kSizes[] = {4, 8, 12, 16, 32};
+#define GM_TOPK_SIZES(macro, name, type) \
+  macro(name, type, 4) macro(name, type, 8) macro(name, type, 12) macro(name, type, 16) macro(name, type, 32)
+// Those of every type of logits.
+#define GM_TOPK_KERNELS(macro)       \
+  GM_TOPK_SIZES(macro, fp32, float)  \
+  GM_TOPK_SIZES(macro, fp16, __half) \
+  GM_TOPK_SIZES(macro, bf16, __nv_bfloat16)
+#define GM_TOPK_SIZE(name, type, each) each,
+constexpr int kSizes[] = {GM_TOPK_SIZES(GM_TOPK_SIZE, , )};
+#undef GM_TOPK_SIZE
 constexpr int size_of(int64_t experts) {
   int i = 0;
   while (32 * kSizes[i] < experts) ++i;

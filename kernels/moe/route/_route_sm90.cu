@@ -11,27 +11,14 @@
     extern __shared__ __align__(16) char memory[];                         \
     gm::route::run<type, each>(p, memory);                                 \
   }
-#define GM_ROUTES(name, type) \
-  GM_ROUTE(name, type, 4)     \
-  GM_ROUTE(name, type, 8)     \
-  GM_ROUTE(name, type, 12)    \
-  GM_ROUTE(name, type, 16)    \
-  GM_ROUTE(name, type, 32)
-GM_ROUTES(fp32, float)
-GM_ROUTES(fp16, __half)
-GM_ROUTES(bf16, __nv_bfloat16)
+GM_TOPK_KERNELS(GM_ROUTE)
 
 #else
 #include "_params.h"
 #include "calls/route.h"
 
-#define GM_ROUTES(name)              \
-  {{GM_CUBIN, "route_" #name "_4"},  \
-   {GM_CUBIN, "route_" #name "_8"},  \
-   {GM_CUBIN, "route_" #name "_12"}, \
-   {GM_CUBIN, "route_" #name "_16"}, \
-   {GM_CUBIN, "route_" #name "_32"}}
-static gm::CudaKernel g_routes[3][5] = {GM_ROUTES(fp32), GM_ROUTES(fp16), GM_ROUTES(bf16)};
+#define GM_ROUTE(name, type, each) {GM_CUBIN, "route_" #name "_" #each},
+static gm::CudaKernel g_routes[] = {GM_TOPK_KERNELS(GM_ROUTE)};
 
 GM_CUDA_CALL(gm_route_sm90, Route)
 (const GmRouteCall& call, const gm_route_sm90_options&, int device, void* stream) {
@@ -43,12 +30,13 @@ GM_CUDA_CALL(gm_route_sm90, Route)
   route::Params p = route::params_of(call, call.x_type == 0 ? 4 : 2);
   void* args[] = {&p};
   const int size = topk::size_of(call.e), ctas = route::ctas_of(call.m);
-  return g_routes[call.x_type][size].launch(device, stream,
-                                            {.grid_x = unsigned(ctas),
-                                             .block = route::kThreads,
-                                             .smem = unsigned(route::bytes_of(p, ctas, topk::kSizes[size])),
-                                             .cluster = unsigned(ctas),
-                                             .pdl = true},
-                                            args);
+  return g_routes[call.x_type * std::size(topk::kSizes) + size].launch(
+      device, stream,
+      {.grid_x = unsigned(ctas),
+       .block = route::kThreads,
+       .smem = unsigned(route::bytes_of(p, ctas, topk::kSizes[size])),
+       .cluster = unsigned(ctas),
+       .pdl = true},
+      args);
 }
 #endif
