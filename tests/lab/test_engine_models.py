@@ -13,7 +13,7 @@ from gristmill import LLM, SamplingParams
 from lab import engine, engine_turns
 
 SMALL: dict[str, dict[str, Any]] = {
-    "llama3-8b": {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 8, "intermediate_size": 256},
+    "llama3-8b": {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 256},
     "qwen3-8b": {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 384},
     "mixtral-8x7b": {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 256},
     "gpt-oss-20b": {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 8, "intermediate_size": 96},
@@ -25,7 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_experts": 8,
     },
 }
-"""Sizes in place of those of `SHAPES`."""
+"""Sizes in place of those of `SHAPES`. Those in FP8 have whole blocks in q, k and v, which vLLM needs to fuse them."""
 OPTIONS = {
     "llama3-8b": "--quant fp8_block --format fp8 --layers 3",
     "qwen3-8b": "--quant fp8_block --format fp8 --layers 5",
