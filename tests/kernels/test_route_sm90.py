@@ -38,10 +38,10 @@ def test_what_it_takes(axes: str, reason: str | None) -> None:
     assert sm90.KERNEL.accepts(OP.problem(axes)) == reason
 
 
-def test_the_chain_takes_what_its_order_does() -> None:
+def test_the_chain_takes_what_its_choice_does() -> None:
     takes = chain_sm90.KERNEL.accepts
-    assert takes(OP.problem("m=999,e=4096,local=1024,top_k=8")) is None
-    assert takes(OP.problem("m=1,e=4096,local=1025,top_k=8")) == "made for up to 1024 experts, not 1025"
+    assert takes(OP.problem("m=999,e=1024,local=1024,top_k=40")) is None
+    assert takes(OP.problem("m=1,e=1025,local=8,top_k=8")) == "made for up to 1024 experts, not 1025"
 
 
 @needs_library

@@ -163,7 +163,9 @@ def near_ties(
 
     def mark(values: torch.Tensor, sizes: torch.Tensor, cuts: slice) -> torch.Tensor:
         ordered, order = values.sort(-1, descending=True)
-        gap = (ordered[..., :-1] - ordered[..., 1:])[..., cuts]
+        # The next lower one, behind all that are equal.
+        starts = ordered[..., 1:].masked_fill(ordered[..., 1:] == ordered[..., :-1], -math.inf)
+        gap = (ordered[..., :-1] - starts.flip(-1).cummax(-1).values.flip(-1))[..., cuts]
         return ((gap > 0) & (gap < NEAR_TIE * sizes.gather(-1, order)[..., :-1][..., cuts])).any(-1)
 
     if topk_group < n_group:

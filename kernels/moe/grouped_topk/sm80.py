@@ -20,7 +20,6 @@ def launch(config: Config, call: GroupedTopkCall) -> None:
     ENTRY.cuda(config, call, call.logits.get_device())
 
 
-# Ranked behind grouped_topk_triton until it has been measured on a device.
 KERNEL = kernel(
     __name__,
     "grouped_topk_sm80",

@@ -1,4 +1,4 @@
-"""Route on Hopper for any number of tokens: grouped_topk in Triton and permute in CUDA C++."""
+"""Route on Hopper for any number of tokens: grouped_topk_sm90 and permute_sm90."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe import steps_sm90
-from gristmill.kernels.moe.grouped_topk import triton as grouped_topk
+from gristmill.kernels.moe.grouped_topk import sm90 as grouped_topk
 from gristmill.kernels.moe.route._chain import run
 
 if TYPE_CHECKING:
@@ -24,12 +24,13 @@ def launch(config: Config, call: RouteCall) -> None:
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
-    return steps_sm90.accepts_permute(problem.with_values(e=problem.integer("local")))
+    sorting = problem.with_values(e=problem.integer("local"))
+    return grouped_topk.KERNEL.accepts(problem) or steps_sm90.accepts_permute(sorting)
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """That of grouped_topk_triton."""
-    return grouped_topk.config(problem, target)
+    """That of grouped_topk_sm90."""
+    return grouped_topk.KERNEL.config(problem, target)
 
 
 KERNEL = Kernel(
@@ -38,13 +39,8 @@ KERNEL = Kernel(
     provider="gristmill",
     language="cuda",
     target=f"{__name__}:launch",
-    requires=Requirement(
-        features=(frozenset({"wgmma", "tma"}),),
-        vendors=("nvidia",),
-        packages=(("triton", "3.6"),),
-        code="cuda:sm_90a",
-    ),
-    summary="grouped_topk_triton, permute_sm90; 2 launches",
+    requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
+    summary="grouped_topk_sm90, permute_sm90; 2 launches",
     accepts=accepts,
     config=config,
     batch_invariant=True,

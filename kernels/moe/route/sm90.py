@@ -34,7 +34,6 @@ def accepts(problem: Problem) -> str | None:
     return grouped_topk.accepts(problem)
 
 
-# Ranked behind route_chain_sm90 until it has been measured on a device.
 KERNEL = Kernel(
     op="route",
     name="route_sm90",
