@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -24,12 +26,26 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         module = homes[name]
         if module == package:
             return import_module(f"{package}.{name}")
-        value = getattr(import_module(module), name)
+        with nothing_collected():
+            value = getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)  # from now on found without this function
         return value
 
     public = sorted(homes)
     return get, lambda: public, public
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Python's garbage collector is off in the block: modules are made of objects that stay, and a full collection among them visits all of
+    torch's, which takes 0.3 s and more."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def offered(source: str) -> dict[str, str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import gristmill
-from gristmill._lazy import offered
+from gristmill._lazy import lazy_names, offered
 
 PACKAGES = [
     "gristmill",
@@ -109,3 +111,29 @@ def test_ops_of_another_name_are_explained() -> None:
 
 def test_the_engine_and_the_llm_take_the_same_arguments() -> None:
     assert inspect.signature(gristmill.LLM) == inspect.signature(gristmill.Engine)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_first_access_collects_no_garbage(
+    enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector is off while a module is imported, also one that fails, and then as it was."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "gm_home.py").write_text("import gc\nCOLLECTS = gc.isenabled()\n")
+    (tmp_path / "gm_broken.py").write_text("raise ImportError('broken')\n")
+    package = tmp_path / "gm_front.py"
+    package.write_text(
+        "if TYPE_CHECKING:\n    from gm_home import COLLECTS\n    from gm_broken import NAME\n"
+    )
+    monkeypatch.setitem(sys.modules, "gm_front", ModuleType("gm_front"))
+    get, _, names = lazy_names("gm_front", str(package))
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert get("COLLECTS") is False and gc.isenabled() is enabled
+        with pytest.raises(ImportError, match="broken"):
+            get("NAME")
+        assert gc.isenabled() is enabled and names == ["COLLECTS", "NAME"]
+    finally:
+        (gc.enable if was else gc.disable)()
+        sys.modules.pop("gm_home", None)
