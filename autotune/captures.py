@@ -10,12 +10,13 @@ capture. `only_what_has_run` refuses kernels that would do it there.
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from gristmill._garbage import nothing_collected
 
 _THREAD = threading.local()
 
@@ -39,7 +40,7 @@ def refuses_first_runs() -> bool:
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """`torch.cuda.graph(graph, **options)` with the garbage collector disabled: collecting an unreferenced graph frees it, and
     freeing a graph invalidates the capture."""
-    with _nothing_collected(), _restored(), torch.cuda.graph(graph, **options):  # noqa: TID251
+    with nothing_collected(), _restored(), torch.cuda.graph(graph, **options):  # noqa: TID251
         yield
 
 
@@ -47,23 +48,12 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 def capturing_on(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """`capturing` on a stream, with options of `CUDAGraph.capture_begin`, for many captures in a row: neither synchronizes the device
     nor empties the caching allocator."""
-    with _nothing_collected(), _restored(), torch.cuda.stream(stream):
+    with nothing_collected(), _restored(), torch.cuda.stream(stream):
         graph.capture_begin(**options)
         try:
             yield
         finally:
             graph.capture_end()
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

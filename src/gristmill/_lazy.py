@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import gc
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from gristmill._garbage import nothing_collected
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -26,6 +26,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         module = homes[name]
         if module == package:
             return import_module(f"{package}.{name}")
+        # Modules are made of objects that stay, and a full collection among them visits all of torch's, which takes 0.3 s and more.
         with nothing_collected():
             value = getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)  # from now on found without this function
@@ -33,19 +34,6 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     public = sorted(homes)
     return get, lambda: public, public
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Python's garbage collector is off in the block: modules are made of objects that stay, and a full collection among them visits all of
-    torch's, which takes 0.3 s and more."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def offered(source: str) -> dict[str, str]:

@@ -89,14 +89,14 @@ def bias_of(experts: int, seed: int = 0) -> torch.Tensor:
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
-def check_choice(found: Choice, expected: Choice, near: torch.Tensor) -> None:
-    """Weights and ids of rows. The ids of a row may differ where float32 does not resolve the decision (`near`), which is so in many rows of
-    logits that are close; the weights of all others are compared."""
+def check_choice(found: Choice, expected: Choice, near: torch.Tensor, kind: str = "") -> None:
+    """Weights and ids of rows of logits of a kind. The ids of a row may differ where float32 does not resolve the decision (`near`), in few rows
+    but where logits are close; the weights of all others are compared."""
     (weights, ids), (expected_weights, expected_ids) = found, expected
     same = (ids == expected_ids).all(-1)
     wrong = (~same & ~near).nonzero().flatten().tolist()
     assert not wrong, [(row, ids[row].tolist(), expected_ids[row].tolist()) for row in wrong[:3]]
-    assert int((~same).sum()) <= 1 + ids.numel() // 128
+    assert int((~same).sum()) <= 1 + (ids.numel() // 128 if kind == "close" else len(same) // 100)
     torch.testing.assert_close(weights[same], expected_weights[same], rtol=4e-6, atol=1e-37, equal_nan=True)
 
 
@@ -114,13 +114,13 @@ class Outputs:
         for tensor in self._memory:
             tensor.fill_(-99)
 
-    def compare(self, arguments: list[Any]) -> None:
+    def compare(self, arguments: list[Any], kind: str = "") -> None:
         """With the reference, by `check_choice`."""
         assert all((tensor[edge] == -99).all() for tensor in self._memory for edge in (0, -1)), (
             "written past the rows"
         )
         expected = grouped_topk.reference(*arguments)
-        check_choice((self.weights, self.ids), expected, grouped_topk.near_ties(*arguments[:6]))
+        check_choice((self.weights, self.ids), expected, grouped_topk.near_ties(*arguments[:6]), kind)
 
 
 def launch(kernel: Kernel, arguments: list[Any], outputs: Outputs, warps: int = 1) -> None:
@@ -140,11 +140,12 @@ def agree(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     warps: int = 1,
+    kind: str = "",
 ) -> None:
     arguments = [logits, top_k, bias, n_group, topk_group, scoring, renormalize, 2.5]
     outputs = Outputs(len(logits), top_k)
     launch(kernel, arguments, outputs, warps)
-    outputs.compare(arguments)
+    outputs.compare(arguments, kind)
 
 
 @every_kernel
@@ -160,7 +161,7 @@ def test_every_shape(
         for j, scoring in enumerate(("sigmoid", "softmax")):
             bias = bias_of(experts, i) if (i + j) % 2 else None
             renormalize, block = i % 3 > 0, warps[(i + j) % 4]
-            agree(kernel, logits, top_k, bias, n_group, topk_group, scoring, renormalize, block)
+            agree(kernel, logits, top_k, bias, n_group, topk_group, scoring, renormalize, block, kind)
 
 
 @every_kernel

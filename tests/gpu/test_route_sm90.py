@@ -67,7 +67,7 @@ class Outputs:
         for memory in self._memory:
             memory.fill_(POISON)
 
-    def compare(self, arguments: list[Any]) -> None:
+    def compare(self, arguments: list[Any], kind: str = "") -> None:
         """With the reference; the order with that of the ids that are there."""
         assert all((memory[edge] == POISON).all() for memory in self._memory for edge in (0, -1)), (
             "written past the end"
@@ -82,7 +82,7 @@ class Outputs:
         logits, top_k, _, _, *rest = arguments
         weights, ids = self.tensors[:2]
         near = grouped_topk.near_ties(logits, top_k, *[*rest, *DEFAULTS[len(rest) :]][:4])
-        check_choice((weights, ids), route.reference(*arguments)[:2], near)
+        check_choice((weights, ids), route.reference(*arguments)[:2], near, kind)
 
 
 def launch(kernel: Kernel, arguments: list[Any], outputs: Outputs) -> None:
@@ -93,11 +93,13 @@ def launch(kernel: Kernel, arguments: list[Any], outputs: Outputs) -> None:
     load(kernel)(config, call)
 
 
-def agree(kernel: Kernel, logits: torch.Tensor, top_k: int, local: int, first: int, *rest: Any) -> None:
+def agree(
+    kernel: Kernel, logits: torch.Tensor, top_k: int, local: int, first: int, *rest: Any, kind: str = ""
+) -> None:
     arguments = [logits, top_k, local, first, *rest]
     outputs = Outputs(len(logits), top_k, local)
     launch(kernel, arguments, outputs)
-    outputs.compare(arguments)
+    outputs.compare(arguments, kind)
 
 
 def deepseek(rows: int, seed: int = 0, local: int = 256, first: int = 0) -> list[Any]:
@@ -135,7 +137,8 @@ def test_every_shape(
         logits = logits_of(counts[i], experts, i, dtype, kind)
         for j, scoring in enumerate(("sigmoid", "softmax")):
             bias = bias_of(experts, i) if (i + j) % 2 else None
-            agree(kernel, logits, top_k, local, first, bias, n_group, topk_group, scoring, i % 3 > 0, 2.5)
+            choice = bias, n_group, topk_group, scoring, i % 3 > 0, 2.5
+            agree(kernel, logits, top_k, local, first, *choice, kind=kind)
 
 
 @every_kernel

@@ -228,3 +228,14 @@ def higher_index_first(
 def test_planted_faults(launcher: str) -> None:
     outcome = verify_fault("grouped_topk", __name__, launcher, FAULT)
     assert not outcome.ok and "tolerance" in outcome.reason
+
+
+def test_a_near_tie_behind_an_exact_one_excuses_a_row() -> None:
+    """The scores that follow a choice decide it, behind all that are equal to it; equal ones alone do not."""
+    close, apart = 1.0 - 2**-24, 1.0 - 2**-12
+    logits = torch.tensor(
+        [[2.0, 1.0, 1.0, close], [2.0, 1.0, 1.0, apart], [2.0, 1.0, 0.0, close]], dtype=torch.float64
+    )
+    for scoring in ("sigmoid", "softmax"):
+        near = grouped_topk.near_ties(logits, 2, None, 1, 1, scoring)
+        assert near.tolist() == [True, False, True]

@@ -84,7 +84,7 @@ def test_experts_of_gpt_oss_are_stored_as_its_own_checkpoints_store_them(
 
 
 def test_experts_in_four_bits_are_stored_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight codes a word, with a scale for each 128 inputs; routers stay in floats, those of copied layers included."""
+    """Eight codes per word, with a scale for each 128 inputs; routers stay in floats, those of copied layers included."""
     model, config = made("mixtral-8x7b", tmp_path, monkeypatch)
     stored, moe = tensors(model), "model.layers.3.block_sparse_moe"
     for matrix in ("w1", "w2", "w3"):
