@@ -18,9 +18,10 @@ tokenizer, which --tokenizer copies to a model that is made.
         --workloads mixed,mixed_penalties,mixed_logprobs,mixed_grammar,mixed_special --out FILE
 
 vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH. vllm-gristmill is vLLM's own model and
-engine with gristmill's kernels where it chooses them (`--quantization gristmill`), vllm-gristmill-all wherever they serve. gristmill-replicas@2 has a copy of
-the model on each of two GPUs (`Replicas`). With --distinct only so many layers of a model are made, and the others are their copies: --layers in
-all. Several comparisons can load and compile at the same time: each begins its rounds when its --start-file exists.
+engine with gristmill's kernels where it chooses them (`--quantization gristmill`), vllm-gristmill-all wherever they serve.
+gristmill-replicas@2 has a copy of the model on each of two GPUs (`Replicas`). With --distinct only so many layers of a model are made, and
+the others are their copies: --layers in all. Several comparisons can load and compile at the same time: each begins its rounds when its
+--start-file exists.
 """
 
 from __future__ import annotations
