@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from gristmill.autotune.forks import Fork
+
 
 class Child:
     """A child process of this Python. Started at the first task, replaced when it has died.
@@ -25,7 +27,7 @@ class Child:
         self.timeout = timeout
         self._command = [sys.executable, *arguments]
         self._stderr = stderr
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | Fork | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
 
     def write(self, task: Any) -> None:
@@ -76,18 +78,27 @@ class Child:
             self._process.wait()
             self._process = None
 
-    def _alive(self) -> subprocess.Popen[str]:
+    @property
+    def is_fork(self) -> bool:
+        """Whether the process runs as a fork of this one (`gristmill.autotune.forks`)."""
+        return isinstance(self._process, Fork)
+
+    def start(self) -> subprocess.Popen[str] | Fork:
+        """A new process."""
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
+        )
+
+    def _alive(self) -> subprocess.Popen[str] | Fork:
         if self._process is None or not self.is_alive:
             self._answers = queue.Queue()
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
-            )
+            self._process = self.start()
             threading.Thread(target=_pump, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process
 

@@ -6,6 +6,7 @@ arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from gristmill.autotune.child import Child, serve
 from gristmill.autotune.errors import UnverifiableError
+from gristmill.autotune.forks import Fork, fork, forking
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -31,6 +33,11 @@ class Worker(Child):
 
     def __init__(self, timeout: float = TIMEOUT, arguments: Sequence[str] = ()) -> None:
         super().__init__(("-m", "gristmill.autotune.worker", *arguments), timeout)
+        self._may_fork = not arguments  # a rank has a command line
+
+    def start(self) -> subprocess.Popen[str] | Fork:
+        """A new process, within `forked_workers` a fork of this one."""
+        return (fork() if self._may_fork else None) or super().start()
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
         """The outcome as a dict (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
@@ -76,7 +83,7 @@ class Workers:
         self.first = first or Worker()
         self._idle = [self.first]
         self.allowed: list[int] = []  # what `allow` lets run now
-        self._busy = 0
+        self._busy: list[Worker] = []
         self._waiting = 0  # threads that are not patient
         self._own = threading.local()
         self._changed = threading.Condition()
@@ -88,17 +95,19 @@ class Workers:
             patient = getattr(self._own, "is_patient", False)
             self._waiting += not patient
             try:
-                self._changed.wait_for(lambda: self._busy < self.limit and not (patient and self._waiting))
+                self._changed.wait_for(
+                    lambda: len(self._busy) < self.limit and not (patient and self._waiting)
+                )
             finally:
                 self._waiting -= not patient
-            self._busy += 1
-            self._changed.notify_all()
             worker = self._idle.pop() if self._idle else Worker(self.first.timeout)
+            self._busy.append(worker)
+            self._changed.notify_all()
         try:
             yield worker
         finally:
             with self._changed:
-                self._busy -= 1
+                self._busy.remove(worker)
                 if self.allowed or worker is self.first:
                     self._idle.append(worker)
                 else:
@@ -132,11 +141,30 @@ class Workers:
                             worker.close()
                     self._idle = [worker for worker in self._idle if worker is self.first]
 
+    def close_forks(self) -> None:
+        """End those that are forks of this process, after what they verify now."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(worker.is_fork for worker in self._busy))
+            for worker in self._idle:
+                if worker.is_fork:
+                    worker.close()
+
 
 @cache
 def shared_workers() -> Workers:
     """The verification processes of this process."""
     return Workers()
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """In this block new verification processes are forks of this one as it is now, which need not import torch, where that is possible. None of them
+    outlives it."""
+    with forking(lambda: serve(_prepare)):
+        try:
+            yield
+        finally:
+            shared_workers().close_forks()
 
 
 def _failure(reason: str, judged: bool = True) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from gristmill.autotune import compilations
+from gristmill.autotune.worker import forked_workers
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import notice
@@ -114,7 +116,9 @@ class Engine(EngineMemory):
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
-        with progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
+        verifies = options.warm != "off" and options.tensor_parallel == 1 and str(options.device) != "cpu"
+        forks = forked_workers() if verifies else nullcontext()
+        with forks, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
             runner, draft, config = load_engine(model, options, ahead, progress)
             self._start(
