@@ -164,11 +164,16 @@ def fork() -> Fork | None:
     return None if _current is None else _current.fork()
 
 
+def has_device() -> bool:
+    """Whether this machine may have a device whose driver takes long to reach; asks no driver."""
+    return any(Path(file).exists() for file in DEVICE_FILES)
+
+
 def why_not() -> str:
     """Why this process is not forked; "" if it may be."""
     if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
         return "this system does not fork"
-    if not any(Path(file).exists() for file in DEVICE_FILES):
+    if not has_device():
         return "there is no device that takes long to reach"
     if threading.active_count() > 1:
         return "other threads run"

@@ -4,14 +4,13 @@
 
 A tree is a checkout with its libraries in src/gristmill/_lib. Every start is a new process. In each round every tree starts twice: over empty
 caches, of records and of compiled Triton kernels, and then over what that start has left. A start of each tree before the first round puts
-files into the page cache, and does not count. A tree whose engines do not warm up when they are loaded does so by `Engine.warm_up`. Medians are
-compared with the first tree's.
+files into the page cache and writes compiled bytecode, as an installation has it, and does not count. A tree whose engines do not warm up when
+they are loaded does so by `Engine.warm_up`. Medians are compared with the first tree's.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from lab.engine import SHAPES, random_model
+from lab.first_token import child_environment
 from lab.result import write_result
 
 CHILD = """
@@ -57,9 +57,9 @@ STORES = ("empty", "filled")
 PHASES = ("torch", "gristmill", "load and warm-up", "first token", "total")
 
 
-def start(tree: Path, model: Path, caches: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """A start of a tree over the caches of a folder: seconds by phase."""
-    env = os.environ | {
+def start(tree: Path, model: Path, caches: Path, bytecode: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """A start of a tree over the caches of a folder, with compiled bytecode in another: seconds by phase."""
+    env = child_environment(bytecode) | {
         "PYTHONPATH": str(tree / "src"),
         "XDG_CACHE_HOME": str(caches),
         "TRITON_CACHE_DIR": str(caches / "triton"),
@@ -73,7 +73,7 @@ def start(tree: Path, model: Path, caches: Path, options: dict[str, Any]) -> dic
 
 
 def measure(
-    trees: dict[str, Path], model: Path, rounds: int, options: dict[str, Any]
+    trees: dict[str, Path], model: Path, rounds: int, bytecode: Path, options: dict[str, Any]
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Tree -> store, empty or filled -> its starts."""
     starts: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -83,7 +83,7 @@ def measure(
         for name, tree in trees.items():
             with tempfile.TemporaryDirectory() as caches:
                 for store in STORES[: 1 if count < 0 else 2]:
-                    row = start(tree, model, Path(caches), options)
+                    row = start(tree, model, Path(caches), bytecode, options)
                     if count >= 0:
                         starts[name][store].append(row)
                         seconds = {phase: round(row[phase], 2) for phase in PHASES}
@@ -137,7 +137,7 @@ def main(
         path = random_model(model, Path(scratch)) if model in SHAPES else Path(model)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        starts = measure(trees, path, rounds, options)
+        starts = measure(trees, path, rounds, Path(scratch) / "bytecode", options)
     rows = summary(starts)
     if out is not None:
         command = f"python -m lab.first_token_trees --model {model} --rounds {rounds} --limits '{limits}'"

@@ -23,13 +23,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from gristmill.autotune import compilations
+from gristmill.autotune.forks import has_device
 from gristmill.autotune.worker import forked_workers
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import notice
 from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.engine_loading import load_engine
-from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
+from gristmill.runtime.engine_memory import EngineMemory, freeze_before_load, freeze_heap
 from gristmill.runtime.errors import RankError, UsageError, explain_memory
 from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.integers import as_integer, integers
@@ -116,8 +117,10 @@ class Engine(EngineMemory):
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
-        verifies = options.warm != "off" and options.tensor_parallel == 1 and str(options.device) != "cpu"
-        forks = forked_workers() if verifies else nullcontext()
+        warms_device = options.warm != "off" and str(options.device) != "cpu" and has_device()
+        if warms_device:
+            freeze_before_load(self)
+        forks = forked_workers() if warms_device and options.tensor_parallel == 1 else nullcontext()
         with forks, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
             runner, draft, config = load_engine(model, options, ahead, progress)

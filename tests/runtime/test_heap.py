@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
+import torch
 import torch._dynamo  # noqa: F401  # torch imports it in the first call of an operator, whose frames it keeps until a collection
 
 from gristmill import LLM, SamplingParams
 from gristmill.runtime import engine
-from gristmill.runtime.engine_memory import freeze_heap
+from gristmill.runtime.engine_memory import freeze_before_load, freeze_heap
 from tests.runtime.oracle import LLAMA, MODELS
 
 
@@ -45,6 +47,41 @@ def test_a_warm_up_freezes_the_heap_until_the_engine_is_gone() -> None:
     model = weakref.ref(llm.model)
     del llm
     assert model() is None and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["once", "planted: a collection of all"])
+def test_a_load_onto_a_device_collects_nothing_that_was_there_before(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collections of a load leave it out, and so does the one that precedes the last freeze; all of it is thawed with the engine."""
+    monkeypatch.setattr(engine, "has_device", lambda: True)
+    monkeypatch.setattr(engine, "forked_workers", nullcontext)
+    if planted:
+        monkeypatch.setattr(engine, "freeze_before_load", lambda owner: None)
+    old = Owner()
+    old.itself = old  # type: ignore[attr-defined]
+    seen = weakref.ref(old)
+    del old
+    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64, device="auto")
+    gc.collect()  # as the program, or a load that makes many objects
+    assert (seen() is None) == planted
+    llm.engine.warm_up()
+    assert gc.get_freeze_count() > 10_000
+    del llm
+    gc.collect()
+    assert seen() is None and gc.get_freeze_count() == 0
+
+
+def test_nothing_is_frozen_early_beside_a_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    freeze_before_load(Owner())
+    assert gc.get_freeze_count() == 0
+    monkeypatch.undo()
+    gc.freeze()
+    owner = Owner()
+    freeze_before_load(owner)
+    del owner
+    assert gc.get_freeze_count() > 0, "what the program froze"
 
 
 def test_what_the_program_froze_stays_frozen() -> None:
