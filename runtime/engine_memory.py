@@ -182,8 +182,9 @@ class EngineMemory:
 
 
 def freeze_before_load(owner: object) -> None:
-    """As `freeze_heap`, before a device is used, and without a collection: those of the load, and the one at its end, then leave out torch and all else
-    that was imported, which takes each of them 0.1 to 0.4 s. Garbage among it, which cannot hold memory of a device, stays until `owner` is freed.
+    """As `freeze_heap`, before a device is used, and without a collection: those of the load, and the one at its end, then leave out torch and all
+    else that was imported, which takes each of them 0.1 to 0.4 s. Garbage among it, which cannot hold memory of a device, stays until `owner` is
+    freed.
 
     Does nothing in a process that has used a device, or frozen something.
     """
