@@ -5,9 +5,9 @@
 All candidates use the same quantized weight, in copies that amount to four times the L2; activations and outputs are warm. A candidate is a
 CUDA graph of calls. The candidates of a problem are replayed in turn, back to back and, with ``--isolated``, with a link between calls that
 makes each call's x depend on the previous output. ``--tuned`` tries every configuration of a kernel and keeps the fastest four, with
-``--isolated`` also the fastest two isolated ones, and several choices of humming's heuristics. Because clocks vary, medians of different
-candidates may come from different clocks: rows therefore also have ratios to the best peer, round by round. The result file is written after
-each shape.
+``--isolated`` also the fastest two isolated ones, and several choices of humming's heuristics; ``--times`` writes what they all took.
+Because clocks vary, medians of different candidates may come from different clocks: rows therefore also have ratios to the best peer, round
+by round. The result file is written after each shape.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import argparse
 import statistics
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
+from gristmill.bench.result_file import replace
+from gristmill.bench.result_text import text
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
@@ -99,6 +102,7 @@ class Shape:
         self.packed: dict[str, list[list[torch.Tensor]]] = {}
         self.dense: list[torch.Tensor] = []
         self.marlin: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self.times: list[dict[str, Any]] = []
 
     def weights(self, kernel: Kernel) -> list[list[torch.Tensor]]:
         """Cold copies in a layout of the kernel. LayoutError if none of its layouts takes this weight."""
@@ -235,11 +239,17 @@ class Row:
             )
 
         made = [(option, partial(call, option)) for option in options]
-        if len(made) > KEPT:
+        if len(made) > KEPT or self.shape.options.times:
             calls = [calls_of(sample, self.x, self.shape.n, min(len(weights), 8)) for _, sample in made]
-            finalists = fastest(calls)[:KEPT]
+            us = trial(calls)
+            self.shape.times += [
+                {"problem": str(self.problem), "kernel": kernel.name, "config": option, "us": time}
+                for option, time in zip(options, us, strict=True)
+            ]
+            finalists = fastest(us)[:KEPT]
             if self.shape.options.isolated:
-                finalists += fastest([links(self.x, self.out, sample) for sample in calls])[:KEPT_APART]
+                apart = trial([links(self.x, self.out, sample) for sample in calls])
+                finalists += fastest(apart)[:KEPT_APART]
             made = [made[place] for place in dict.fromkeys(finalists)]
         return made
 
@@ -269,13 +279,17 @@ class Row:
         return result | verdict(samples, self.ours, self.x.shape[0], self.shape.scheme, self.shape.floor)
 
 
-def fastest(options: list[list[Call]]) -> list[int]:
-    """Indices of lists of calls, fastest first by the better of two replays."""
-    trial = Graphs()
+def trial(options: list[list[Call]]) -> list[float]:
+    """Microseconds per call of each list of calls, the better of two replays."""
+    graphs = Graphs()
     for place, calls in enumerate(options):
-        trial.add(str(place), calls)
-    best = {int(name): min(samples) for name, samples in trial.samples(2).items()}
-    return sorted(best, key=lambda place: best[place])
+        graphs.add(str(place), calls)
+    return [min(samples) for samples in graphs.samples(2).values()]
+
+
+def fastest(us: list[float]) -> list[int]:
+    """Indices of times, the shortest first."""
+    return sorted(range(len(us)), key=us.__getitem__)
 
 
 def verdict(
@@ -338,6 +352,9 @@ def arguments() -> argparse.ArgumentParser:
         default=1000,
         help="with --tuned: the maximum number of configurations, in the order of the kernel's space",
     )
+    parser.add_argument(
+        "--times", type=Path, help="with --tuned: where what every configuration took goes, as JSON"
+    )
     parser.add_argument("--isolated", action="store_true", help="also time isolated calls")
     parser.add_argument(
         "--marlin", action="store_true", help="beside vLLM's Marlin, which has to be installed"
@@ -349,6 +366,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> int:
     options = arguments().parse_args()
     run = Run("linear_weight_only", options.out, options.store)
+    times: list[dict[str, Any]] = []
     for scheme in options.schemes.split(","):
         for n, k in shapes_of(options.shapes):
             if run.seconds > options.seconds:
@@ -358,6 +376,9 @@ def main() -> int:
                 for m in options.m.split(","):
                     run.rows.append(shape.row(int(m), x, run.store))
                     print(line(run.rows[-1]), flush=True)
+            times += shape.times
+            if options.times:
+                replace(options.times, text({"command": run.command, "rows": times}))
             del shape
             torch.cuda.empty_cache()
             run.save(fastest_per_kernel)

@@ -117,8 +117,14 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
         "--kernels",
         "linear_cpu,linear_torch",
     ]
-    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *expected, "--isolated", "--tuned"])
+    times = tmp_path / "times.json"
+    monkeypatch.setattr(
+        sys, "argv", ["linear_weight_only", *expected, "--isolated", "--tuned", "--times", str(times)]
+    )
     assert program.main() == 0
+    tried = json.loads(times.read_text())["rows"]
+    assert {row["kernel"] for row in tried} == {"linear_cpu"} and all(row["us"] > 0 for row in tried)
+    assert {row["problem"].split(",")[0] for row in tried} == {"m=1", "m=20"} and tried[0]["config"]
     written = json.loads(out.read_text())
     assert written["refused"]["linear_torch"].startswith("multiplies dense weights")
     (weight,) = written["rows"]

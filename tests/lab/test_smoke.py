@@ -36,6 +36,7 @@ from lab import (
     varlen_attention,
 )
 from tests import forked
+from tests.lab.test_gemm_ws_costs import KEY, TRUE, times
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
 from tests.lab.test_loading_memory import SMALL as SMALL_MODELS
@@ -142,6 +143,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--tree now={ROOT} --model {MODEL} --device cpu --rounds 1 --out OUT --limits "
         '{"max_seqs":2,"max_batch_tokens":8,"max_model_len":64}',
     ),
+    "gemm_ws_costs": (as_it_is, "--out OUT TIMES"),
     "gguf_decode": (small_file, "--model MODEL_FILE --tokens 4 --rounds 1 --check --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "kv_transfer": (
@@ -197,8 +199,8 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "vllm_linear": (planted, f"--model {MODEL} {LINE} --turns 1 --out OUT"),
 }
-"""Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, FILE
-any other that the program writes."""
+"""Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, TIMES
+a file of times of gemm_ws, FILE any other that the program writes."""
 
 SLOW = ("context_parallel", "cpu_models", "engine", "engine_turns", "first_token", "first_token_trees")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
@@ -225,6 +227,10 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             tmp_path / "model.gguf", "Q4_K", 1, "Q8_0", gguf_model.VOCABULARY, gguf_model.MERGES
         )
         line = line.replace("MODEL_FILE", str(made))
+    if "TIMES" in line:
+        made = tmp_path / "times.json"
+        made.write_text(json.dumps({"rows": times({KEY: TRUE})}))
+        line = line.replace("TIMES", str(made))
     monkeypatch.setattr(
         sys, "argv", [name, *line.replace("OUT", str(out)).replace("FILE", str(tmp_path / "file")).split()]
     )

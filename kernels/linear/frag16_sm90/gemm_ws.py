@@ -58,26 +58,50 @@ def workspace_bytes(config: Config) -> int:
     )
 
 
-_COSTS = {
-    (32, 2, 1, 2): (0.307, 0.336, 3.54, 1.38, 0, 1.2, 0.18, 3.79, 0.972),
-    (64, 2, 1, 2): (0.373, 0.403, 3.32, 2.13, 0.153, 0.816, 0.454, 5.32, 0.684),
-    (128, 2, 1, 1): (0.6, 0.584, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (64, 1, 4, 1): (0.193, 0.193, 3.73, 0.857, 0.397, 0, 0, 3.63, 0.912),
-    (128, 1, 2, 1): (0.284, 0.284, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
-    (128, 4, 1, 1): (1.55, 0.366, 0.91, 1.27, 2.37, 6.51, 0.871, 9.4, 0.114),
-    (80, 2, 1, 1): (0.4, 0.4, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (96, 2, 1, 1): (0.47, 0.45, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (160, 2, 1, 1): (0.78, 0.72, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (192, 2, 1, 1): (0.95, 0.87, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (224, 2, 1, 1): (1.12, 1.01, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
-    (96, 1, 2, 1): (0.22, 0.22, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
-    (160, 1, 2, 1): (0.36, 0.36, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
-    (192, 1, 2, 1): (0.44, 0.44, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
-    (256, 2, 1, 1): (1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
+class Costs(NamedTuple):
+    """Microseconds on an H200 that a shape costs.
+
+    Attributes:
+        group: a group of a multiprocessor's work.
+        late: a group of one CTA.
+        start: the launch.
+        cluster: split-K in a cluster.
+        doubling: each doubling of that.
+        deal: dividing tiles along K.
+        part: each CTA of a divided tile.
+        wave: each wave of CTAs after the first.
+        hot: the fraction, not microseconds, by which products of 300 and more are slower, for power.
+    """
+
+    group: float
+    late: float
+    start: float
+    cluster: float
+    doubling: float
+    deal: float
+    part: float
+    wave: float
+    hot: float
+
+
+COSTS = {
+    (32, 2, 1, 2): Costs(0.307, 0.336, 3.54, 1.38, 0, 1.2, 0.18, 3.79, 0.972),
+    (64, 2, 1, 2): Costs(0.373, 0.403, 3.32, 2.13, 0.153, 0.816, 0.454, 5.32, 0.684),
+    (128, 2, 1, 1): Costs(0.6, 0.584, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (64, 1, 4, 1): Costs(0.193, 0.193, 3.73, 0.857, 0.397, 0, 0, 3.63, 0.912),
+    (128, 1, 2, 1): Costs(0.284, 0.284, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (128, 4, 1, 1): Costs(1.55, 0.366, 0.91, 1.27, 2.37, 6.51, 0.871, 9.4, 0.114),
+    (80, 2, 1, 1): Costs(0.4, 0.4, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (96, 2, 1, 1): Costs(0.47, 0.45, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (160, 2, 1, 1): Costs(0.78, 0.72, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (192, 2, 1, 1): Costs(0.95, 0.87, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (224, 2, 1, 1): Costs(1.12, 1.01, 2.52, 2.68, 0, 3.59, 0.123, 7.01, 0.202),
+    (96, 1, 2, 1): Costs(0.22, 0.22, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (160, 1, 2, 1): Costs(0.36, 0.36, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (192, 1, 2, 1): Costs(0.44, 0.44, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (256, 2, 1, 1): Costs(1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
 }
-"""Microseconds on an H200 by shape, fitted to 694 measurements: a group of a multiprocessor's work; a group of one CTA; the launch;
-split-K in a cluster, and for each doubling; dividing tiles, and for each CTA of a divided tile; a wave; then the fraction by
-which long products are slower (power)."""
+"""By the first four numbers of a shape. `lab.gemm_ws_costs` fits them to measured times."""
 
 _LAGS = {(128, 4, 1, 1): (2, 1)}
 """Lags in groups between the halves of the warpgroups of a CTA that processes several tiles, by shape."""
@@ -126,10 +150,20 @@ def _waves(shape: Shape, partition: Partition, tiles: int, groups: int, processo
 
 
 def microseconds(
-    form: Format, shape: Shape, partition: Partition, m: int, n: int, k: int, processors: int
+    form: Format,
+    shape: Shape,
+    partition: Partition,
+    m: int,
+    n: int,
+    k: int,
+    processors: int,
+    costs: Costs | None = None,
 ) -> float:
-    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, plus the cost of launch and reduction."""
-    group, late, start, cluster, doubling, deal, part, wave, hot = _COSTS[shape[:4]]
+    """Expected time: the products of the busiest multiprocessor, the longest CTA, or memory, plus the cost of launch and reduction.
+
+    costs: None for those in `COSTS`.
+    """
+    group, late, start, cluster, doubling, deal, part, wave, hot = costs or COSTS[shape[:4]]
     if shape.mt <= 64:  # where decoding counts
         decoding = form.cost["gemm_ws"][0]
         group, late = group * decoding**0.5, late * decoding**0.5
