@@ -14,11 +14,28 @@ if TYPE_CHECKING:
     import ast
 
 
+OR = " or "
+"""Between the names of an offer of which one suffices."""
+
+
 def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
-    """Whether `"module:attr"` exists: (True, ""), (False, why), or (None, why) if only an import can tell.
+    """Whether `"module:attr"` exists, or one of `"a:x or b:y"`: (True, ""), (False, why), or (None, why) if only an import can tell.
 
     Reads the module's source; runs none of it. With `importing`, an undecided module is imported and its attributes are looked up.
     """
+    whys: list[str] = []
+    decided = True
+    for alternative in offer.split(OR):
+        offered, why = _find(alternative, importing)
+        if offered:
+            return True, ""
+        decided = decided and offered is False
+        whys.append(why)
+    return (False if decided else None), " and ".join(whys)
+
+
+def _find(offer: str, importing: bool) -> tuple[bool | None, str]:
+    """`find_offer` of one name."""
     module, _, attribute = offer.partition(":")
     offered, why = _by_source(module, attribute.partition(".")[0])
     undecided = offered is None or (offered and "." in attribute)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.offers import OR
 from gristmill.kernel_registry.target import Target, why_not_code
 from gristmill.kernel_registry.targets import VENDORS
 from gristmill.kernel_registry.targets.plugged import all_vendors
@@ -22,7 +23,7 @@ class Requirement:
         features: alternative sets: the target must have all features of at least one of them; () = no requirement.
         vendors: `nvidia amd intel cpu`, or those of plugins; () = any.
         packages: (distribution name, minimal version or "") pairs.
-        offers: `"module:attr"` names that the installed modules must have: the name of a distribution proves nothing.
+        offers: `"module:attr"` names that the installed modules must have, or one of `"a:x or b:y"`: the name of a distribution proves nothing.
         origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
         brings: device code (`sm_90a`, `sm_100f`) that a wrapped library contains; one of them must run on the target. () = any.
         code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU level that the
@@ -52,8 +53,10 @@ class Requirement:
             if vendor not in VENDORS and vendor not in all_vendors():
                 raise ValueError(f"vendor {vendor!r} is unknown; expected one of {', '.join(all_vendors())}")
         for offer in self.offers:
-            if not re.fullmatch(r"[\w.]+:[\w.]+", offer):
-                raise ValueError(f"offer {offer!r}: expected 'module:attr'")
+            if not all(re.fullmatch(r"[\w.]+:[\w.]+", name) for name in offer.split(OR)):
+                raise ValueError(
+                    f"offer {offer!r}: expected 'module:attr', or several with {OR!r} between them"
+                )
         kind, _, arch = self.code.partition(":")
         if kind not in CODES or (arch and kind in ("python", "torch", "triton")):
             raise ValueError(

@@ -100,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     registry = default_registry()
     for op, kernel, text in (
-        ("linear", "linear_deepgemm", "m=7,n=192,k=256,w=fp8_block.fp8_g128"),
+        ("linear", "linear_deepgemm", "m=7,n=192,k=256,w=fp8_block.fp8_g128,codes=true"),
         ("linear", "linear_aiter", "m=7,n=48,k=256,w=fp8_ch.fp8_token"),
         ("rms_norm", "rms_norm_aiter", "m=3,n=64,x=bf16"),
         ("rms_norm", "rms_norm_flashinfer", "m=3,n=64,x=bf16"),

@@ -27,33 +27,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Modul
     return module
 
 
-def test_deepgemm_is_given_codes_and_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[torch.dtype, ...]] = []
-
-    def fp8_gemm_nt(a: Any, b: Any, d: torch.Tensor) -> None:
-        """As DeepGEMM defines it: D = (A · scales) (B · scales)ᵀ, with A scaled per token and 128 columns, B
-        per 128 x 128."""
-        (av, sa), (bv, sb) = a, b
-        calls.append((av.dtype, sa.dtype, bv.dtype, sb.dtype))
-        assert sa.shape == (av.shape[0], -(-av.shape[1] // 128)) and d.dtype == torch.bfloat16
-        scaled_a = av.float() * sa.repeat_interleave(128, 1)[:, : av.shape[1]]
-        right = (
-            bv.float()
-            * sb.repeat_interleave(128, 0)[: bv.shape[0]].repeat_interleave(128, 1)[:, : bv.shape[1]]
-        )
-        d.copy_(scaled_a @ right.T)
-
-    stub(monkeypatch, "deep_gemm", fp8_gemm_nt=fp8_gemm_nt)
-    kernel = REGISTRY.kernel("linear", "linear_deepgemm")
-    for text in ("m=5,n=192,k=256", "m=3,n=128,k=128,epilogue=bias+residual+silu_mul"):
-        problem = OP.problem(text + ",w=fp8_block.fp8_g128")
-        assert kernel.accepts(problem) is None
-        outcome = verify(OP, kernel, {}, problem, "cpu")
-        assert outcome.ok, outcome.reason
-    fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    assert calls == [(fp8, fp32, fp8, fp32)] * 2
-
-
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)]
 )
@@ -82,7 +55,6 @@ def test_aiter_is_given_the_fp8_of_its_device(
 @pytest.mark.parametrize(
     ("op", "name", "target", "repository"),
     [
-        ("linear", "linear_deepgemm", "sm_90", "https://github.com/deepseek-ai/DeepGEMM"),
         ("linear", "linear_aiter", "gfx942", "https://github.com/ROCm/aiter"),
         ("rms_norm", "rms_norm_aiter", "gfx942", "https://github.com/ROCm/aiter"),
     ],
@@ -99,7 +71,6 @@ def test_a_library_without_an_extra_is_refused_with_its_repository(
 
 def test_wrapped_kernels_refuse_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = {
-        "linear_deepgemm": ("m=1,n=64,k=128,w=fp8_block", "m=1,n=64,k=100,w=fp8_block.fp8_g128"),
         "linear_aiter": ("m=1,n=64,k=64,w=fp8_ch", "m=1,n=64,k=64,x=fp32,w=fp8_ch.fp8_token"),
         "linear_humming": (
             "m=1,n=64,k=128,w=fp8_ch",

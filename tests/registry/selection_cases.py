@@ -28,6 +28,7 @@ _FLASHINFER = frozenset(
     {"flashinfer.norm:rmsnorm", *_PAGED, "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan"}
 )
 _HUMMING = frozenset({"humming.ops:humming_gemm", "humming.layer:HummingLayer"})
+_DEEPGEMM = "deep_gemm:fp8_gemm_nt or vllm.third_party.deep_gemm:fp8_gemm_nt"
 _AITER = frozenset({"aiter:gemm_a8w8", "aiter.ops.rmsnorm:rmsnorm2d_fwd"})
 _ONNXRUNTIME = frozenset({"onnxruntime:InferenceSession", "onnx.helper:make_model"})
 
@@ -56,10 +57,11 @@ BUILDS: dict[str, Build] = {
     "humming": Build.of({**_TRITON, "humming-kernels": "0.1.19"}, offers=_HUMMING, **_CUDA),
     "humming-old": Build.of({**_TRITON, "humming-kernels": "0.1.2"}, offers=_HUMMING, **_CUDA),
     "humming-other": Build.of({**_TRITON, "humming": "1.0"}, **_CUDA),
-    "deepgemm": Build.of(_TRITON, offers=frozenset({"deep_gemm:fp8_gemm_nt"}), **_CUDA),
+    "deepgemm": Build.of(_TRITON, offers=frozenset({_DEEPGEMM}), cuda_archs=("sm_90a",), **_CUDA),
     "deepgemm-other": Build.of(
         {**_TRITON, "deep-gemm": "0.0.1"},
-        lacks=(("deep_gemm:fp8_gemm_nt", "deep_gemm offers no fp8_gemm_nt"),),
+        lacks=((_DEEPGEMM, "deep_gemm offers no fp8_gemm_nt"),),
+        cuda_archs=("sm_90a",),
         **_CUDA,
     ),
     "aiter": Build.of(_TRITON, triton_backends=("hip",), offers=_AITER),
@@ -341,10 +343,8 @@ linear | m=16,n=4096,k=4096,w=mxfp4 | cpu:neon | arm | - | linear_cpu@neon
 linear | m=16,n=4096,k=4096,w=nvfp4 | sm_90 | torch | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cuda | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | deepgemm | deepgemm | linear_deepgemm
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_103 | deepgemm | deepgemm | linear_deepgemm
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | - | linear_dequant_torch
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | - | linear_w8a8_sm90
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_w8a8_sm90
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_a8_cpu@avx512_vnni
 linear | m=16,n=4096,k=4096,w=int4_g128.int8_g128 | cpu:avx2 | x86 | - | linear_a8_cpu@avx2
 linear | m=1,n=4096,k=4096,w=int4_g32_min.int8_g32 | cpu:avx2 | x86 | - | linear_a8_groups_cpu@avx2
@@ -898,10 +898,12 @@ rms_norm | m=1,n=4096 | cpu:avx2 | flashinfer | flashinfer | rms_norm_flashinfer
 rms_norm | m=1,n=4096 | sm_90 | aiter | aiter | rms_norm_aiter | hardware | runs on amd; sm_90 is nvidia
 rms_norm | m=1,n=4096 | gfx1100 | aiter | aiter | rms_norm_aiter | hardware | gfx1100 lacks mfma
 rms_norm | m=1,n=4096 | gfx1201 | aiter | aiter | rms_norm_aiter | hardware | gfx1201 lacks mfma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_89 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_89 lacks tcgen05, tma, wgmma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_120 lacks tcgen05, wgmma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks tcgen05, wgmma
-linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | none of it runs on sm_110
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_89 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_89 lacks tma, wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_100 lacks wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_103 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_103 lacks wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_120 lacks wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_121 lacks wgmma
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | sm_110 lacks wgmma
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | sm90a | - | linear_w4a16_decode_sm90 | hardware | sm_120 lacks wgmma
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async

@@ -101,6 +101,26 @@ def test_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RuntimeError: imported" in (build.confirm([maybe], importing=True).why_not_offer(maybe) or "")
 
 
+def test_one_of_several_offers_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gm_fake_module.py").write_text("def found(): ...\nif found:\n    def maybe(): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    there, maybe, gone = "gm_fake_module:found", "gm_fake_module:maybe", "gm_absent:found"
+    first, last, neither, unsure = (
+        " or ".join(names) for names in ((there, gone), (gone, there), (gone, "gm_gone:x"), (gone, maybe))
+    )
+    build = Build.none().confirm([first, last, neither, unsure])
+    assert build.offers == {first, last}
+    assert (
+        build.why_not_offer(neither)
+        == "module gm_absent is not installed and module gm_gone is not installed"
+    )
+    assert "only an import" in (build.why_not_offer(unsure) or "")
+    assert build.confirm([unsure], importing=True).why_not_offer(unsure) is None
+    assert Requirement(offers=(last,)).check_build(T("sm_90"), build) == ()
+    with pytest.raises(ValueError, match="expected 'module:attr'"):
+        Requirement(offers=("a:x or b",))
+
+
 def test_build_json_probe_and_key(tmp_path: Path) -> None:
     for build in (Build.none(), TRITON, Build.probe().confirm(["json:dumps", "json:nope"])):
         assert Build.from_json(json.loads(json.dumps(build.to_json()))) == build and hash(build) is not None
