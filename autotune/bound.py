@@ -42,6 +42,7 @@ from gristmill.kernel_registry.plan import (
     bucket_sizes,
 )
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.select import Candidate
 from gristmill.kernels.call_list import UnrecordableError, is_recording
 from gristmill.kernels.load import load
 
@@ -158,6 +159,11 @@ class BoundPlan:
                 self._bind(index)
         return self
 
+    def take(self, index: int, candidate: Candidate) -> None:
+        """Load the kernel of a bucket, which was selected for its problem and is verified, unless the bucket has one."""
+        if self._runners[index] is None:
+            self._take(index, bucket_sizes()[index], candidate)
+
     def adopt(self, plan: Plan) -> BoundPlan:
         """Use the kernels of a finished plan (all its buckets) instead of resolving them again."""
         for entry in plan.entries:
@@ -239,7 +245,9 @@ class BoundPlan:
     def _bind(self, index: int) -> Runner:
         size, problem = bucket_sizes()[index], self.problem(index)
         find = self.resolver.verified if self.sealed else self.resolver.resolve
-        candidate = find(self.op, problem, self.layouts).require()
+        return self._take(index, size, find(self.op, problem, self.layouts).require())
+
+    def _take(self, index: int, size: int, candidate: Candidate) -> Runner:
         readable = candidate.kernel.layouts if self.layouts is None else self.layouts
         return self._load(index, PlanEntry.of(size, candidate, readable))
 

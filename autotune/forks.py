@@ -31,6 +31,8 @@ READY_SECONDS = 60.0
 """Time that a fork may take until it has initialized the driver of its device."""
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """Those of NVIDIA's and AMD's drivers. Without them there is no device that takes long to reach."""
+Prepare = Callable[[], Callable[[], None]]
+"""Imports what forks need, and returns what they run."""
 LOST = 255
 """The exit code of a fork of a server that has ended."""
 _READY, _UNUSABLE = b"+", b"-"
@@ -65,9 +67,9 @@ class Fork:
 
 
 class ForkServer:
-    """A fork of this process that forks others, which run `main`. It, and all of them, end with this process or with `close`."""
+    """A fork of this process that forks others, which run what `prepare` returns. It, and all of them, end with this process or with `close`."""
 
-    def __init__(self, main: Callable[[], None]) -> None:
+    def __init__(self, prepare: Prepare) -> None:
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
@@ -78,7 +80,7 @@ class ForkServer:
             self._pid = os.fork()
         if self._pid == 0:
             _alone(theirs.fileno())
-            _serve(theirs, main)
+            _serve(theirs, prepare)
         theirs.close()
         self._connection: socket.socket | None = ours
 
@@ -145,13 +147,14 @@ class ForkServer:
 
 
 @contextlib.contextmanager
-def forking(main: Callable[[], None]) -> Iterator[None]:
-    """In this block `fork` returns forks of this process as it is now, which run `main`, if this process may be forked."""
+def forking(prepare: Prepare) -> Iterator[None]:
+    """In this block `fork` returns forks of this process as it is now, if it may be forked. `prepare` is called once, in a fork that uses no device:
+    what it imports they have, and what it returns they run."""
     global _current
     if _current is not None or why_not():
         yield
         return
-    server = _current = ForkServer(main)
+    server = _current = ForkServer(prepare)
     try:
         yield
     finally:
@@ -203,7 +206,7 @@ def _not_as_new() -> str:
 
 
 def _alone(keep: int) -> None:
-    """Make a fork independent of the process that it comes from, whose files it leaves alone but for one descriptor."""
+    """Make a fork independent of the process that it comes from, whose files it leaves alone but for standard error and one descriptor."""
     gc.disable()
     gc.freeze()  # nothing that the other process has made may be finalized here
     os.setpgid(0, 0)  # an interrupt from the keyboard is for the parent
@@ -211,6 +214,8 @@ def _alone(keep: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    os.dup2(2, 1)
+    sys.argv = sys.argv[:1]
     # Another file takes the place of each, so that an object that closes its descriptor later closes nothing of this process's own.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -220,10 +225,11 @@ def _alone(keep: int) -> None:
                 os.dup2(null, descriptor, inheritable=False)
 
 
-def _serve(connection: socket.socket, main: Callable[[], None]) -> NoReturn:
+def _serve(connection: socket.socket, prepare: Prepare) -> NoReturn:
     """Fork for each environment, and answer with the process's id; answer an id with the exit code of that fork."""
     forks: set[int] = set()
     try:
+        main = prepare()
         while True:
             text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2)
             if not text:
@@ -274,7 +280,6 @@ def _become(
             open(number, mode, closefd=False)  # noqa: SIM115  # as long as this process
             for number, mode in ((0, "r"), (1, "w"), (2, "w"))
         )
-        sys.argv = sys.argv[:1]
         os.environ.clear()
         os.environ.update(environment)
         usable = _driver_works()

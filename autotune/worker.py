@@ -6,11 +6,12 @@ arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -160,7 +161,7 @@ def shared_workers() -> Workers:
 def forked_workers() -> Iterator[None]:
     """In this block new verification processes are forks of this one as it is now, which need not import torch, where that is possible. None of them
     outlives it."""
-    with forking(lambda: serve(_prepare)):
+    with forking(_prepare_forks):
         try:
             yield
         finally:
@@ -169,6 +170,14 @@ def forked_workers() -> Iterator[None]:
 
 def _failure(reason: str, judged: bool = True) -> dict[str, Any]:
     return {"ok": False, "error": None, "tolerance": None, "reason": reason, "judged": judged}
+
+
+def _prepare_forks() -> Callable[[], None]:
+    """What forks run. They have what is imported here: a new process needs most of it, too."""
+    with suppress(ImportError):
+        importlib.import_module("triton")
+    answer = _prepare()
+    return lambda: serve(lambda: answer)
 
 
 def _prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -14,7 +14,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from gristmill.autotune.worker import forked_workers
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import notice
+from gristmill.runtime.early_start import started_early
 from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.engine_loading import load_engine
 from gristmill.runtime.engine_memory import EngineMemory, freeze_before_load, freeze_heap
@@ -118,10 +119,13 @@ class Engine(EngineMemory):
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
         warms_device = options.warm != "off" and str(options.device) != "cpu" and has_device()
+        early = ExitStack()
         if warms_device:
             freeze_before_load(self)
-        forks = forked_workers() if warms_device and options.tensor_parallel == 1 else nullcontext()
-        with forks, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
+        if warms_device and options.tensor_parallel == 1:
+            early.enter_context(forked_workers())
+            early.enter_context(started_early(options.device))  # after the fork, which other threads prevent
+        with early, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
             runner, draft, config = load_engine(model, options, ahead, progress)
             self._start(

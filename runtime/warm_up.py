@@ -30,6 +30,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernel_registry.select import Candidate
 from gristmill.runtime.layer_kinds import repeated_layers
 from gristmill.runtime.layers.gathered_context import MOST_BLOCKS
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
@@ -152,15 +153,18 @@ class Phases:
 
 def select_and_verify(
     plans: Plans, record: Callable[[], Calls], phase: Phases, workers: int | None = None
-) -> Calls:
-    """Select the kernels of the calls that `record` returns, and verify those without a record. Returns the calls."""
+) -> list[Step]:
+    """Select the kernels of the calls that `record` returns, and verify those without a record. Returns what loads them."""
     with phase("selection"):
-        calls = record()
-        todo = unverified(plans.resolver, calls)
+        chosen = {call: verified(plans.resolver, *call) for call in record()}
+    todo = [call for call, candidate in chosen.items() if candidate is None]
     with phase("verification", len(todo)) as report:
         problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in todo]
         plans.resolver.resolve_all(problems, workers or workers_for(plans.device), report)
-    return calls
+    return [
+        partial(load_entry, plan, index) if candidate is None else partial(plan.take, index, candidate)
+        for (plan, index), candidate in chosen.items()
+    ]
 
 
 def resolved_entries(plans: Plans) -> int:
@@ -191,8 +195,7 @@ def warm_up(
     rehearsals = _compiling(runner, config, drafts)
     record = partial(_recorded, runner, config, drafts, rehearsals)
     try:
-        calls = select_and_verify(plans, record, phase, workers)
-        steps: list[Step] = [partial(load_entry, plan, index) for plan, index in calls]
+        steps = select_and_verify(plans, record, phase, workers)
         if run:
             ordered = sorted(rehearsals, key=attrgetter("between"))
             # Ranks run the same steps, whatever has run in their processes before.
@@ -265,16 +268,12 @@ def _recorded(runner: Runner, config: SchedulerConfig, drafts: int, rehearsals: 
     return [*found]
 
 
-def unverified(resolver: Resolver, calls: Calls) -> Calls:
-    """The calls whose kernels have no record yet; all, if another process chooses."""
+def verified(resolver: Resolver, plan: BoundPlan, index: int) -> Candidate | None:
+    """The kernel of a bucket, if it has a record; None, too, if another process chooses."""
     if resolver.chooser is not None:
-        return calls
-
-    def is_verified(plan: BoundPlan, index: int) -> bool:
-        best = resolver.select(plan.op, plan.problem(index), plan.layouts).best
-        return best is not None and best.verdict == "selected"
-
-    return [(plan, index) for plan, index in calls if not is_verified(plan, index)]
+        return None
+    best = resolver.select(plan.op, plan.problem(index), plan.layouts).best
+    return best if best is not None and best.verdict == "selected" else None
 
 
 def load_entry(plan: BoundPlan, index: int) -> None:

@@ -11,7 +11,6 @@ from gristmill.runtime.warm_up import (
     Calls,
     Phases,
     WarmUp,
-    load_entry,
     resolved_entries,
     select_and_verify,
     sizes_up_to,
@@ -32,11 +31,11 @@ def warm_up(engine: PoolingEngine, progress: Progress) -> WarmUp:
         return [*recorded]
 
     plans.set_warm(False)
-    calls = select_and_verify(plans, record, phase)
+    loads = select_and_verify(plans, record, phase)
     runs = plans.device.type == "cuda"
     with phase("compilation"):
-        for plan, index in calls:
-            load_entry(plan, index)
+        for load in loads:
+            load()
         for batch in batches(engine) if runs else ():
             engine.compute(batch)
     plans.set_warm(True)

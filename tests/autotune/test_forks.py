@@ -74,7 +74,7 @@ from gristmill.autotune.child import serve
 def answer(task):
     return [os.environ.get(name) for name in ("GM_BEFORE", "GM_LATER")] + [sys.argv[1:], torch.get_num_threads()]
 sys.argv = ["program", "argument"]
-with forks.forking(lambda: serve(lambda: answer)):
+with forks.forking(lambda: lambda: serve(lambda: answer)):
     os.environ["GM_LATER"] = "2"
     del os.environ["GM_BEFORE"]
     worker = Worker()

@@ -113,7 +113,7 @@ def test_a_rehearsal_that_fails_leaves_no_layer_out(
 
     llm = make(LLAMA, warm="off", **LIMITS)
     runner = runner_of(llm)
-    monkeypatch.setattr("gristmill.runtime.warm_up.load_entry", fail)
+    monkeypatch.setattr("gristmill.autotune.bound.BoundPlan._load", fail)
     with pytest.raises(OSError, match="gone"):
         llm.engine.warm_up()
     assert runner.left_out == frozenset()
