@@ -7,7 +7,9 @@ each other by absolute paths, so a cache is used in the folder in which it was f
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from gristmill.kernel_registry.policy import Policy
@@ -87,6 +89,22 @@ class _Listener:
         _count(str(event["metadata"].get("name", "a kernel")), bool(event["cache_hit"]))
         if self.other is not None:
             self.other(**event)
+
+
+def prepare_triton(device: bool = True) -> None:
+    """Do what Triton does once in a process before its first kernel, and remembers: it is imported, hashes all its files (0.4 GB, which takes 0.5 s
+    and more), and with a device asks its assembler for its version. Nothing fails where it is not installed, or does it otherwise.
+
+    Args:
+        device: whether the current device may be used.
+    """
+    with suppress(ImportError, AttributeError, OSError, RuntimeError, subprocess.CalledProcessError):
+        from triton.compiler import make_backend
+        from triton.runtime import cache, driver
+
+        cache.triton_key()
+        if device:
+            make_backend(driver.active.get_current_target()).hash()
 
 
 def keep_below(policy: Policy) -> None:

@@ -6,16 +6,16 @@ arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from gristmill.autotune.child import Child, serve
+from gristmill.autotune.compilations import prepare_triton
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.forks import Fork, fork, forking
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -174,8 +174,7 @@ def _failure(reason: str, judged: bool = True) -> dict[str, Any]:
 
 def _prepare_forks() -> Callable[[], None]:
     """What forks run. They have what is imported here: a new process needs most of it, too."""
-    with suppress(ImportError):
-        importlib.import_module("triton")
+    prepare_triton(device=False)
     answer = _prepare()
     return lambda: serve(lambda: answer)
 

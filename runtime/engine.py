@@ -14,7 +14,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,15 +119,16 @@ class Engine(EngineMemory):
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
         warms_device = options.warm != "off" and str(options.device) != "cpu" and has_device()
-        early = ExitStack()
+        forks: AbstractContextManager[None] = nullcontext()
+        early: AbstractContextManager[None] = nullcontext()
         if warms_device:
             freeze_before_load(self)
         if warms_device and options.tensor_parallel == 1:
-            early.enter_context(forked_workers())
-            early.enter_context(started_early(options.device))  # after the fork, which other threads prevent
-        with early, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
+            forks, early = forked_workers(), started_early(options.device, options.loaded_policy)
+        with forks, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
-            runner, draft, config = load_engine(model, options, ahead, progress)
+            with early:
+                runner, draft, config = load_engine(model, options, ahead, progress)
             self._start(
                 runner,
                 config,

@@ -80,3 +80,29 @@ def test_a_listener_counts_and_passes_on() -> None:
     listener(metadata={"name": "b"}, cache_hit=True)
     assert compilations.total() == (before.compiled + 1, before.reused + 1)
     assert compilations.names_since(mine) == ["a", "b"] and heard == [False, True]
+
+
+PREPARE = """
+import sys
+from gristmill.autotune.compilations import prepare_triton
+assert "triton" not in sys.modules
+PLANTED
+prepare_triton(device=DEVICE)
+key = sys.modules["triton.runtime.cache"].triton_key if sys.modules.get("triton") else None
+print(key and key.cache_info().currsize)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "planted", "hashed"),
+    [
+        (False, "", 1),
+        (True, "", 1),  # there is no driver: the rest is done
+        (True, "sys.modules['triton'] = None", None),  # it is not installed
+        (True, "import triton.compiler; del triton.compiler.make_backend", 0),  # another version
+    ],
+)
+def test_what_triton_does_once_is_done_ahead(device: bool, planted: str, hashed: int | None) -> None:
+    code = PREPARE.replace("PLANTED", planted).replace("DEVICE", str(device))
+    done = forked.run("-c", code)
+    assert (done.returncode, done.stdout) == (0, f"{hashed}\n"), done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from gristmill import LLM
+from gristmill.autotune.compilations import CACHE_VARIABLE
+from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime import early_start, engine
 from gristmill.runtime.early_start import started_early
 from tests.runtime.oracle import LLAMA, MODELS
@@ -27,7 +29,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(early_start, "probe_cuda", note("driver"))
     monkeypatch.setattr(torch.cuda, "init", note("torch"))
     monkeypatch.setattr(torch, "empty", lambda size, device: found.append(f"context {device}"))
-    monkeypatch.setattr(importlib, "import_module", note("import"))
+    monkeypatch.setattr(early_start, "prepare_triton", note("triton"))
     return found
 
 
@@ -38,9 +40,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_context_is_made_on_a_device_that_is_known(
     device: str | torch.device, context: list[str], called: list[str]
 ) -> None:
-    with started_early(device):
+    with started_early(device, None):
         pass
-    assert called == ["driver", "torch", *context, "import triton"]
+    assert sorted(called) == [*context, "driver", "torch", "triton"]
 
 
 def test_the_block_does_not_wait_and_outlives_the_thread(
@@ -48,10 +50,21 @@ def test_the_block_does_not_wait_and_outlives_the_thread(
 ) -> None:
     go, before = threading.Event(), threading.active_count()
     monkeypatch.setattr(torch.cuda, "init", go.wait)
-    with started_early("auto"):
-        assert threading.active_count() == before + 1 and "import triton" not in called
+    with started_early("auto", None):
+        assert threading.active_count() > before
         go.set()
-    assert threading.active_count() == before and "import triton" in called
+    assert threading.active_count() == before and sorted(called) == ["driver", "triton"]
+
+
+def test_what_triton_compiles_there_is_kept_where_the_policy_says(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[str] = []
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(early_start, "prepare_triton", lambda: folders.append(os.environ[CACHE_VARIABLE]))
+    with started_early("cuda", Policy(cache="/planted")):
+        pass
+    assert folders == ["/planted/triton"]
 
 
 def test_failures_are_silent_here(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +72,10 @@ def test_failures_are_silent_here(called: list[str], monkeypatch: pytest.MonkeyP
         raise RuntimeError("planted")
 
     monkeypatch.setattr(torch.cuda, "init", fail)
-    with started_early("cuda"):
+    with started_early("cuda", None):
         pass
-    assert called == ["driver", "import triton"], "the import does not depend on a driver"
-    with pytest.raises(KeyError, match="planted"), started_early("cuda"):
+    assert sorted(called) == ["driver", "triton"], "Triton does not depend on it"
+    with pytest.raises(KeyError, match="planted"), started_early("cuda", None):
         raise KeyError("planted")
     assert not [thread for thread in threading.enumerate() if "early" in thread.name]
 
@@ -90,6 +103,6 @@ def test_a_load_that_warms_up_on_a_device_begins_early(
     monkeypatch.setattr(engine, "has_device", lambda: has_device)
     monkeypatch.setattr(engine, "freeze_before_load", lambda owner: None)
     monkeypatch.setattr(engine, "forked_workers", lambda: begin("forks"))
-    monkeypatch.setattr(engine, "started_early", lambda device: begin("early", device))
+    monkeypatch.setattr(engine, "started_early", lambda device, policy: begin("early", device))
     LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64, **options)  # type: ignore[arg-type]
     assert begun == expected
