@@ -88,6 +88,7 @@ def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
     except (OSError, SyntaxError, ValueError) as error:
         return None, f"the source of {module} cannot be read: {error}"
     dynamic, unsure = False, f"{module}:{name}: only an import can tell"
+    tried = [node for block in tree.body if isinstance(block, ast.Try) for node in block.body]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if node.name == name and node in tree.body:
@@ -97,9 +98,9 @@ def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
             for alias in node.names:
                 dynamic |= alias.name == "*"
                 if (alias.asname or alias.name.partition(".")[0]) == name:
-                    if node in tree.body:
-                        return True, ""
-                    return None, unsure  # an import inside try, if or a function may not happen
+                    if node in tree.body or node in tried:
+                        return True, ""  # of an import inside try that fails, the kernel's verification tells
+                    return None, unsure  # an import inside if or a function may not happen
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
             return (True, "") if _at_top(tree, name) else (None, unsure)
     if any(isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name for n in ast.walk(tree)):

@@ -101,6 +101,20 @@ def test_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RuntimeError: imported" in (build.confirm([maybe], importing=True).why_not_offer(maybe) or "")
 
 
+def test_an_import_inside_try_is_taken_to_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So libraries import the functions of their compiled modules. One that fails is told by the kernel's verification."""
+    (tmp_path / "gm_fake_trying.py").write_text(
+        "try:\n    from json import (\n        dumps,\n    )\nexcept ImportError:\n    from json import loads\n"
+        "if dumps:\n    from json import load\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tried, instead, maybe = (f"gm_fake_trying:{name}" for name in ("dumps", "loads", "load"))
+    build = Build.none().confirm([tried, instead, maybe])
+    assert build.offers == {tried}
+    for unsure in (instead, maybe):
+        assert "only an import" in (build.why_not_offer(unsure) or "")
+
+
 def test_one_of_several_offers_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gm_fake_module.py").write_text("def found(): ...\nif found:\n    def maybe(): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
