@@ -56,6 +56,48 @@ def capturing_on(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, **optio
             graph.capture_end()
 
 
+class Pieces:
+    """Graphs of what a stream launches, one after the other.
+
+    Attributes:
+        graphs: those so far; the last one is being captured until `end`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._options = options
+        self._is_open = False
+        self._begin()
+
+    def cut(self) -> None:
+        """End a graph and begin the next one."""
+        self.end()
+        self._begin()
+
+    def end(self) -> None:
+        """End the last graph, unless it has ended, as one has whose end failed."""
+        if self._is_open:
+            self._is_open = False
+            self.graphs[-1].capture_end()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(**self._options)
+        self.graphs.append(graph)
+        self._is_open = True
+
+
+@contextlib.contextmanager
+def capturing_pieces(stream: torch.cuda.Stream, **options: Any) -> Iterator[Pieces]:
+    """As `capturing_on`, in graphs that end where the block says so (`Pieces.cut`)."""
+    with nothing_collected(), _restored(), torch.cuda.stream(stream):
+        pieces = Pieces(**options)
+        try:
+            yield pieces
+        finally:
+            pieces.end()
+
+
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
     """After an error, make the stream of before current, and take torch's random generators out of the capture.

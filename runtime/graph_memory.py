@@ -59,9 +59,9 @@ class GraphMemory:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Count what the block takes: of torch's allocator, which a graph keeps, and of the driver. One that fails has given it back."""
-        before, own = free_bytes(self.device), torch.cuda.memory_reserved(self.device)
+        before, own = free_bytes(self.device), reserved_bytes(self.device)
         yield
-        lost, grown = before - free_bytes(self.device), torch.cuda.memory_reserved(self.device) - own
+        lost, grown = before - free_bytes(self.device), reserved_bytes(self.device) - own
         self.add(max(0, grown, min(lost, grown + DRIVER)))
 
     def settled(self, reason: str) -> str:
@@ -144,6 +144,14 @@ def why_not_captured(capture: Callable[[], None]) -> tuple[str, str]:
 def free_bytes(device: torch.device) -> int:
     """Free bytes of a GPU, as its driver counts them: what torch's allocator keeps is not free."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator has of a GPU: as `torch.cuda.memory_reserved`, which makes all other statistics, too."""
+    reserved = torch.cuda.memory.memory_stats_as_nested_dict(device).get(
+        "reserved_bytes"
+    )  # there are none before the first allocation
+    return int(reserved["all"]["current"]) if reserved else 0
 
 
 def total_bytes(device: torch.device) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing_on
+from gristmill.autotune.captures import capturing_pieces
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
@@ -229,23 +228,16 @@ class PromptGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         made.pieces, made.calls = [], []
         before = self.taken.used
-        with self.taken.measured(), ExitStack() as stack:
-
-            def begin() -> None:
-                piece = torch.cuda.CUDAGraph()
-                # Other threads may use the device during the capture.
-                stack.enter_context(
-                    capturing_on(stream, piece, pool=self._pool, capture_error_mode="thread_local")
-                )
-                made.pieces.append(piece)
+        # Other threads may use the device during the capture.
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        with self.taken.measured(), capturing_pieces(stream, **options) as pieces:
 
             def cut(call: Apart, group: int) -> None:
-                stack.close()
+                pieces.cut()
                 made.calls.append((call, group))
-                begin()
 
-            begin()
             self._compute(made.size, cut)
+        made.pieces = pieces.graphs
         made.nbytes = self.taken.used - before
 
     def explain(self) -> list[dict[str, Any]]:

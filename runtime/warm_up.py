@@ -312,14 +312,19 @@ def _prompt_graphs(prompts: PromptGraphs, runner: Runner, config: SchedulerConfi
     for size in sorted({min(size, most) for size in prompts.sizes}, reverse=True):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
         entries = [_sequence(0, count, config) for count in lengths]
-        yield partial(runner.run, entries, [_ROW] * len(entries))
+        yield partial(_launch, runner, entries, [_ROW] * len(entries))
 
 
-def _run_unpadded(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
-    """Run a step without `PromptGraphs`."""
+def _launch(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
+    """Launch a step, for whose results nobody waits: the device computes it while the host makes the next one."""
+    runner.drop(runner.launch(entries, rows))
+
+
+def _launch_unpadded(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
+    """Launch a step without `PromptGraphs`."""
     prompts, runner.prompts = runner.prompts, None
     try:
-        runner.run(entries, rows)
+        _launch(runner, entries, rows)
     finally:
         runner.prompts = prompts
 
@@ -334,7 +339,9 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Rehearsal]:
 
     def step(lengths: list[int], start: int) -> None:
         # Kernel by kernel: a graph may be left out for want of memory.
-        _run_unpadded(runner, [_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
+        _launch_unpadded(
+            runner, [_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths)
+        )
 
     def steps(size: int) -> Iterator[Step]:
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
@@ -372,7 +379,7 @@ def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> I
         context, more = min(1 + count, room), True
         while more:
             entries = [_sequence(context - count, count, config, drafts)] * seqs
-            yield partial(_run_unpadded, runner, entries, [_ROW] * (seqs * count))
+            yield partial(_launch_unpadded, runner, entries, [_ROW] * (seqs * count))
             if runner.decode is None or runner.decode.why_not(entries):
                 break
             bound = runner.decode.bound(context)
@@ -396,8 +403,8 @@ def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[R
     @torch.inference_mode()
     def step(rows: int) -> None:
         logits = _logits(runner, rows)
-        runner.sampler(logits, [_ROW] * rows)
-        runner.sampler(runner.processors.rehearse(logits), [_ROW] * rows)
+        runner.sampler.sample(logits, [_ROW] * rows)
+        runner.sampler.sample(runner.processors.rehearse(logits), [_ROW] * rows)
 
     return _of_sizes(step, _most_rows(config, drafts))
 

@@ -288,7 +288,7 @@ def test_what_other_processes_take_does_not_count(monkeypatch: pytest.MonkeyPatc
     """The device loses 9 GiB in a capture of 30 MiB: another process has begun to load a model."""
     free, own = iter((20 << 30, 11 << 30)), iter((0, 30 << 20))
     monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(free))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: next(own))
+    monkeypatch.setattr(graph_memory, "reserved_bytes", lambda _: next(own))
     memory = graph_memory.GraphMemory(1 << 30, torch.device("cpu"))
     with memory.measured():
         pass

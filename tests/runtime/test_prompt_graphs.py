@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.autotune import bound
-from gristmill.runtime import graph_memory, prompt_graphs
+from gristmill.runtime import graph_memory
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
@@ -104,6 +104,15 @@ class FakeGraph(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
+    def capture_begin(self, pool: int, **options: Any) -> None:
+        cuda = torch.cuda.current_stream()
+        cuda.begin(pool)  # type: ignore[attr-defined]
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+        torch.cuda.current_stream().end()  # type: ignore[attr-defined]
+
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         result = function(*arguments, **(named or {}))
         self.operations.append((function, arguments, named or {}, result))
@@ -137,21 +146,17 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(prompt_graphs, "capturing_on", self.capturing_on)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(bound, "_capturing", lambda: self.capturing)
 
     def wait_stream(self, other: Any) -> None: ...
 
-    @contextmanager
-    def capturing_on(self, stream: Any, graph: FakeGraph, pool: int, **options: Any) -> Iterator[None]:
+    def begin(self, pool: int) -> None:
         self.pools.add(pool)
         self.capturing = True
-        try:
-            with graph:
-                yield
-        finally:
-            self.capturing = False
+
+    def end(self) -> None:
+        self.capturing = False
         if self.errors:
             self.errors -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")

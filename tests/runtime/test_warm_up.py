@@ -140,7 +140,7 @@ def test_steps_between_powers_of_two_run_where_they_are_needed(
     own = replace(policy, weight_memory=1.07 + 0.01 * len(fault))  # whose plans no other engine has used
     engine = make_apart(LLAMA, warm="off", policy=own, **LIMITS | {"max_batch_tokens": 96}).engine
     ran: list[int] = []
-    run, code = module._run_unpadded, BoundPlan._code
+    run, code = module._launch_unpadded, BoundPlan._code
 
     def counted(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
         if runner.model.plans._calls is None and any(entry.count > 1 for entry in entries):
@@ -150,7 +150,7 @@ def test_steps_between_powers_of_two_run_where_they_are_needed(
     def other_code(plan: BoundPlan, index: int, *rest: Any) -> tuple[object, ...]:
         return (*code(plan, index, *rest), index == bucket_index(80) and plan.op.name == "linear")
 
-    monkeypatch.setattr(module, "_run_unpadded", counted)
+    monkeypatch.setattr(module, "_launch_unpadded", counted)
     if fault == "another kernel":
         monkeypatch.setattr(BoundPlan, "_code", other_code)
     if fault == "ranks":
