@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from operator import is_
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,11 @@ from gristmill.kernel_registry.target import Target
 
 Task = tuple[Op, Problem, frozenset[str] | None]
 """What is to be resolved: an operation, a problem, and the layouts that its weights are packed in."""
+
+
+Basis = tuple[Fitting, Target, Build, Store, Policy]
+MOST_KEPT = 4096
+"""Selections that a resolver keeps."""
 
 
 class Chooser(Protocol):
@@ -83,6 +89,7 @@ class Resolver:
         self.tried = 0
         """Candidates that were verified for this resolver."""
         self._fitting: dict[str, tuple[tuple[Kernel, ...], Fitting]] = {}
+        self._selected: dict[tuple[Any, ...], tuple[int, Basis, Selection]] = {}
         self._recording = True
         self._seen = state_of(self.policy.store_path)
         self.store = self._read()
@@ -94,16 +101,28 @@ class Resolver:
 
     def select(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """Selection as the records stand: verifies nothing."""
-        return select(
-            op,
-            problem,
-            self.fitting(op),
-            self.target,
-            self.build,
-            self.store,
-            self.policy,
-            layouts=layouts,
-        )
+        kept = self._kept(op, problem, layouts)
+        if kept is not None:
+            return kept
+        changes, basis = self.store.changes[op.name], self._basis(op)
+        fitting, target, build, store, policy = basis
+        selection = select(op, problem, fitting, target, build, store, policy, layouts=layouts)
+        if len(self._selected) >= MOST_KEPT:
+            self._selected.clear()
+        self._selected[op.name, problem, layouts] = changes, basis, selection
+        return selection
+
+    def _kept(self, op: Op, problem: Problem, layouts: frozenset[str] | None) -> Selection | None:
+        """The selection that was made before, which a load asks for several times; None if there is none, or if something that it follows from has
+        changed since."""
+        kept = self._selected.get((op.name, problem, layouts))
+        if kept is None or kept[0] != self.store.changes[op.name]:
+            return None
+        return kept[2] if all(map(is_, kept[1], self._basis(op))) else None
+
+    def _basis(self, op: Op) -> Basis:
+        """What selections for an operation follow from, beside its records."""
+        return self.fitting(op), self.target, self.build, self.store, self.policy
 
     def fitting(self, op: Op) -> Fitting:
         """What is left of the operation's kernels on this device with this installation, as the registry stands."""
@@ -119,8 +138,10 @@ class Resolver:
             best = self.chooser.choose(op, problem, layouts)
             return Selection(op.name, problem, self.target, (best,), best)
         while True:
-            with self._changed:
-                selection = self.select(op, problem, layouts)
+            selection = self._kept(op, problem, layouts)  # without waiting for threads that select
+            if selection is None:
+                with self._changed:
+                    selection = self.select(op, problem, layouts)
             if selection.best is None or selection.best.verdict == "selected":
                 return selection
             record = self.verify(op, problem, selection.best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from keyword import iskeyword
 from math import isfinite
 
@@ -14,11 +15,12 @@ RESERVED = frozenset({"plan", "out", "inf", "nan"})
 """Names that no argument may have: keyword arguments of every operation, float literals of schemas. An output may be named ``out``."""
 
 
-def names_in(text: str) -> list[str]:
+@cache
+def names_in(text: str) -> tuple[str, ...]:
     """The names in an expression."""
     nodes = ast.walk(ast.parse(text, mode="eval"))
     names = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in ("min", "max")]
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
 def is_name(size: str) -> bool:

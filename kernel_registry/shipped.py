@@ -9,14 +9,13 @@ lets a kernel run after a canary: one of the record's problems, for each kernel 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import AxisError
-from gristmill.kernel_registry.store import SHIPPED, Store, Verification, config_key
+from gristmill.kernel_registry.store import Store, Verification, config_key, shipped_files
 
 BUILT = ("cpp", "cuda", "hip")
 """Languages whose code is compiled before it is shipped: the toolchain here has no part in it."""
@@ -35,16 +34,17 @@ class ShippedVerifications:
     """The records of all files: {(operation, kernel, code, configuration, device): {problem: (record, file)}}."""
 
     records: Mapping[tuple[str, ...], Mapping[str, tuple[Verification, str]]]
+    _canaries: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def read(folder: Path) -> ShippedVerifications:
-        """The records of a folder. Those of failures are left out: such a kernel is verified here."""
+    def of(stores: Mapping[str, Store]) -> ShippedVerifications:
+        """The records of files, by name. Those of failures are left out: such a kernel is verified here."""
         found: dict[tuple[str, ...], dict[str, tuple[Verification, str]]] = {}
-        for path in sorted(folder.glob("*.json")):
-            for record in Store.read(path).verifications.values():
+        for name, store in stores.items():
+            for record in store.verifications.values():
                 if record.ok:
                     key = (record.op, record.kernel, record.code, record.config, record.target)
-                    found.setdefault(key, {})[record.problem] = (record, path.name)
+                    found.setdefault(key, {})[record.problem] = (record, name)
         return ShippedVerifications(found)
 
     def find(
@@ -54,18 +54,24 @@ class ShippedVerifications:
         if not self.records:
             return None
         key = (op.name, kernel.name, kernel.verification_hash(config), config_key(config), place[0])
+        toolchain = "" if kernel.language in BUILT else place[1]
         problems = {
             text: origin
             for text, (record, origin) in self.records.get(key, {}).items()
-            if kernel.language in BUILT or record.toolchain == place[1]
+            if toolchain in ("", record.toolchain)
         }
-        return Elsewhere(problems[problem], _smallest(op, problems)) if problem in problems else None
+        if problem not in problems:
+            return None
+        known = (*key, toolchain)
+        if known not in self._canaries:
+            self._canaries[known] = _smallest(op, problems)
+        return Elsewhere(problems[problem], self._canaries[known])
 
 
 @cache
 def shipped_verifications() -> ShippedVerifications:
-    """The records under `SHIPPED`."""
-    return ShippedVerifications.read(SHIPPED)
+    """The records of `shipped_files`."""
+    return ShippedVerifications.of(shipped_files())
 
 
 def _smallest(op: Op, problems: Mapping[str, str]) -> str:

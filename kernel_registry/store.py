@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,7 +93,11 @@ Timed = tuple[Problem, list[Timing]]
 
 @dataclass
 class Store:
-    """Records in memory. Pure data: looking up reads no file."""
+    """Records in memory. Pure data: looking up reads no file.
+
+    Attributes:
+        changes: how many records of an operation were added.
+    """
 
     verifications: dict[tuple[str, ...], Verification] = field(default_factory=dict)
     _timings: dict[tuple[str, ...], Timing] = field(default_factory=dict, repr=False)
@@ -103,9 +108,11 @@ class Store:
         default_factory=dict, repr=False, compare=False
     )
     _problems: dict[tuple[str, str], Problem | None] = field(default_factory=dict, repr=False, compare=False)
+    changes: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
 
     def add(self, record: Verification | Timing) -> None:
         """Add a record; a later one replaces an earlier one of the same key."""
+        self.changes[record.op] += 1
         if isinstance(record, Verification):
             self.verifications[record.key] = record
             return
@@ -219,10 +226,21 @@ class Store:
         return Store.parse(data, str(path), text)
 
 
+def stores_in(folder: Path) -> dict[str, Store]:
+    """The stores of a folder, by the names of their files."""
+    return {path.name: Store.read(path) for path in sorted(folder.glob("*.json"))}
+
+
+@cache
+def shipped_files() -> dict[str, Store]:
+    """`stores_in` `SHIPPED`; nobody adds to them."""
+    return stores_in(SHIPPED)
+
+
 @cache
 def shipped_times() -> tuple[Timing, ...]:
     """Every measured time under `SHIPPED`. Their ``code`` is empty: they apply to a kernel's present code."""
-    return tuple(timing for path in sorted(SHIPPED.glob("*.json")) for timing in Store.read(path).timings)
+    return tuple(timing for store in shipped_files().values() for timing in store.timings)
 
 
 @cache

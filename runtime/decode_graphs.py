@@ -3,7 +3,8 @@ sampled ids.
 
 Two such steps differ only in their inputs. One copy writes these into buffers at fixed addresses, and a graph that was captured
 over the buffers is replayed. There is one graph per number of sequences in `SIZES` and per bound of the context, each `GROWTH` times the
-one before it, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
+one before it, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention), and so
+are the block tables that a step copies. Attention that takes as long for any bound has no graphs for the smallest one. A step
 uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A token that the step before
 has sampled is read on the device, from the row of its request, and the sampled ids are written there. The logits stay in one buffer that all
 graphs share, until the next step: rows that are processed (penalties, bans, grammars) are sampled again from there. A step that verifies
@@ -27,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -36,7 +37,9 @@ from torch import Tensor
 
 from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
+from gristmill.kernel_registry.plan import bucket_index
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.attention.bounds import takes_any_bound
 from gristmill.kernels.call_list import UnrecordableError
 from gristmill.runtime.batch import shard_context
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
@@ -69,7 +72,7 @@ the time that Python takes is small beside that of the kernels."""
 LARGEST = SIZES[-1]
 """Tokens of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
-"""The smallest context bound of a graph."""
+"""The smallest context bound of a graph; the next one, if attention takes as long for it."""
 GROWTH = 8
 """Factor from one context bound to the next. Kernels find the work of each step on the device, so a bound that is too large costs little,
 while every bound takes a capture for each number of sequences."""
@@ -240,10 +243,28 @@ class DecodeGraphs:
 
     def bound(self, context: int) -> int:
         """The longest context of the graph for contexts up to `context`."""
-        longest, bound = max(self._limit, context), SHORTEST
+        longest, bound = max(self._limit, context), self._shortest
         while bound < context:
             bound *= GROWTH
         return bound if 2 * bound <= longest else longest
+
+    @cached_property
+    def _shortest(self) -> int:
+        """The smallest bound, from the kernels of attention that are selected when a graph is first asked for."""
+        buckets = bucket_index(self.largest) + 1
+        chosen = {
+            plan: [entry for entry in plan.entries[:buckets] if entry is not None]
+            for plan in self.model.plans.bound.values()
+            if plan.op.name.endswith("_attention")
+        }
+        balanced = all(
+            entries
+            and all(
+                takes_any_bound(one.kernel, one.config, plan.static, 1 + self.most_drafts) for one in entries
+            )
+            for plan, entries in chosen.items()
+        )
+        return SHORTEST * GROWTH if chosen and balanced else SHORTEST
 
     def graph(self, seqs: int, context: int, per_seq: int = 1) -> DecodeGraph:
         """The graph for steps of `seqs` sequences with `per_seq` new tokens and contexts up to `context`; made if there is none."""

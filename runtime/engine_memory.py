@@ -181,6 +181,10 @@ class EngineMemory:
             )
 
 
+FROZEN_AT_START = 5_000
+"""More objects than Python itself freezes as it starts: Python 3.12 does with a few hundred."""
+
+
 def freeze_before_load(owner: object) -> None:
     """As `freeze_heap`, before a device is used, and without a collection: those of the load, and the one at its end, then leave out torch and all
     else that was imported, which takes each of them 0.1 to 0.4 s. Garbage among it, which cannot hold memory of a device, stays until `owner` is
@@ -188,7 +192,7 @@ def freeze_before_load(owner: object) -> None:
 
     Does nothing in a process that has used a device, or frozen something.
     """
-    if not torch.cuda.is_initialized() and gc.get_freeze_count() == 0:
+    if not torch.cuda.is_initialized() and gc.get_freeze_count() < FROZEN_AT_START:
         gc.freeze()
         weakref.finalize(owner, gc.unfreeze).atexit = False
 
@@ -202,7 +206,7 @@ def freeze_heap(owner: object) -> None:
 
     Objects that the program had frozen before stay frozen: Python cannot thaw some of them alone, so then nothing is when `owner` is freed.
     """
-    thaw = gc.get_freeze_count() == 0
+    thaw = gc.get_freeze_count() < FROZEN_AT_START
     gc.collect()
     gc.freeze()
     if thaw:

@@ -16,10 +16,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gristmill.autotune import resolve
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.mark import Mark
@@ -27,9 +30,11 @@ from gristmill.autotune.resolve import Resolver, _Writer, confirmed_build
 from gristmill.autotune.worker import Worker, Workers
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import Registry, default_registry
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.select import Selection
 from gristmill.kernel_registry.store import Store, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
 from tests import forked
@@ -601,3 +606,54 @@ def test_a_pinned_kernel_has_its_module_asked_by_import(
     assert "only an import" in (confirmed_build(registry, target).why_not_offer("gm_lazy:Wrapper.plan") or "")
     pinned = confirmed_build(registry, target, Policy(pins={"rms_norm": ("lazy",)}))
     assert pinned.why_not_offer("gm_lazy:Wrapper.plan") is None
+
+
+def test_a_selection_is_made_once_until_a_record_of_its_operation_comes(
+    h200: Callable[[object], Resolver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver, made = h200(RIGHT), list[str]()
+    real = resolve.select
+
+    def counted(op: Op, *rest: Any, **named: Any) -> Selection:
+        made.append(op.name)
+        return real(op, *rest, **named)
+
+    monkeypatch.setattr(resolve, "select", counted)
+    other = default_registry().op("silu_and_mul")
+    first = resolver.select(OP, PROBLEM)
+    assert resolver.select(OP, PROBLEM) is first and made == ["rms_norm"]
+    assert resolver.select(OP, PROBLEM.with_values(n=128)).problem["n"] == 128 and len(made) == 2
+    resolver.select(other, other.problem("m=4,n=64"))
+    assert made[2:] == ["silu_and_mul"]
+    resolver.resolve(OP, PROBLEM)  # verifies, which adds a record
+    assert made[3:] == ["rms_norm"] and resolver.select(OP, PROBLEM) is not first
+    resolver.resolve(OP, PROBLEM)
+    resolver.select(other, other.problem("m=4,n=64"))
+    assert len(made) == 4, "no record of the other operation has come"
+    resolver.policy = replace(resolver.policy, deterministic=True)
+    assert resolver.select(OP, PROBLEM) is not first and len(made) == 5
+    monkeypatch.setattr(resolve, "MOST_KEPT", 3)
+    for n in (64, 72, 80, 88):
+        resolver.select(OP, PROBLEM.with_values(n=n))
+    assert len(resolver._selected) <= 3
+
+
+def test_a_kept_selection_waits_for_nobody(h200: Callable[[object], Resolver]) -> None:
+    """Another thread selects, and holds the lock: who asks for what is selected already goes on."""
+    resolver = h200(RIGHT)
+    resolver.resolve(OP, PROBLEM)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with resolver._changed:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    try:
+        assert resolver.resolve(OP, PROBLEM).require().kernel.op == "rms_norm"
+    finally:
+        done.set()
+        thread.join()

@@ -17,7 +17,7 @@ from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry import select, shipped
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Verification
+from gristmill.kernel_registry.store import Store, Verification, stores_in
 
 OP = default_registry().op("rms_norm")
 PROBLEMS = [OP.problem(f"m=4,n={n},x=fp32") for n in (512, 64, 128)]
@@ -64,7 +64,7 @@ def ship(
         folder = tmp_path / "shipped"
         folder.mkdir()
         (folder / "here.json").write_text(dump(store))
-        read = shipped.ShippedVerifications.read(folder)
+        read = shipped.ShippedVerifications.of(stores_in(folder))
         monkeypatch.setattr(select, "shipped_verifications", lambda: read)
 
     return write
@@ -154,7 +154,7 @@ def test_failures_are_not_shipped(tmp_path: Path) -> None:
     store = Store()
     store.add(record)
     (tmp_path / "a.json").write_text(dump(store))
-    assert not shipped.ShippedVerifications.read(tmp_path).records
+    assert not shipped.ShippedVerifications.of(stores_in(tmp_path)).records
 
 
 def test_a_damaged_problem_is_no_canary() -> None:
@@ -183,7 +183,7 @@ def test_a_store_is_shipped_by_a_command(
         cli, ["store", "ship", str(out), "--target", "cpu", "--json"], catch_exceptions=False
     )
     assert json.loads(shown.stdout)["verifications"] == 2
-    held = shipped.ShippedVerifications.read(out.parent)
+    held = shipped.ShippedVerifications.of(stores_in(out.parent))
     assert {text for group in held.records.values() for text in group} == {
         records[0].problem,
         records[2].problem,

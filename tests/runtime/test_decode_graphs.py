@@ -16,6 +16,7 @@ import torch
 from gristmill.autotune import bound
 from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.kernel import Workspace
+from gristmill.kernel_registry.problem import Problem
 from gristmill.runtime import decode_graphs, graph_memory
 from gristmill.runtime.completion import Completion
 from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
@@ -105,6 +106,36 @@ def test_least_graph_that_holds_the_step(make: Callable[..., LLM]) -> None:
     assert rows == {(4, 512): 3, (1, 512): 2, (1, 4096): 1}
     (refused,) = [r for r in llm.explain_graphs() if not r["seqs"]]
     assert refused["reason"] == "a sequence has several new tokens" and refused["steps"] == 2
+
+
+@pytest.mark.parametrize("fault", ["", "another kernel for one size", "none selected"])
+def test_no_graphs_of_the_smallest_bound_where_attention_takes_any(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """That of all kernels that decode steps have; what is selected later changes nothing."""
+    runner = make(LLAMA, decode_graphs=True, max_seqs=8).engine.runner
+    assert isinstance(runner, Runner) and runner.decode is not None
+    asked: list[tuple[str, int]] = []
+
+    def takes(kernel: str, config: object, problem: Problem, max_q: int) -> bool:
+        asked.append((problem.op, max_q))
+        return len(asked) == 1 or not fault
+
+    monkeypatch.setattr(decode_graphs, "takes_any_bound", takes)
+    graphs = runner.decode
+    plans = [plan for plan in graphs.model.plans.bound.values() if plan.op.name == "paged_attention"]
+    assert len(plans) == 1
+    if fault == "none selected":
+        monkeypatch.setattr(plans[0], "entries", [None] * len(plans[0].entries))
+    else:
+        plans[0].prepare([1, 4])
+    graphs.most_drafts = 2
+    bounds = [graphs.bound(context) for context in (1, 512, 513, 4096, 4097)]
+    assert bounds == [512 if fault else 4096] * 2 + [4096] * 2 + [graphs.bound(4097)]
+    assert set(asked) <= {("paged_attention", 3)} and bool(asked) == (fault != "none selected")
+    monkeypatch.setattr(decode_graphs, "takes_any_bound", lambda *_: bool(fault))
+    plans[0].prepare([8])
+    assert [graphs.bound(context) for context in (1, 513)] == bounds[1:3]
 
 
 def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,22 @@ def test_a_load_onto_a_device_collects_nothing_that_was_there_before(
     assert seen() is None and gc.get_freeze_count() == 0
 
 
+@pytest.mark.parametrize(("count", "thaws"), [(375, True), (100_000, False)])
+def test_what_python_freezes_as_it_starts_is_nobodys(
+    count: int, thaws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 freezes a few hundred objects."""
+    real = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count)
+    owner = Owner()
+    freeze_before_load(owner)
+    assert (real() > 10_000) == thaws
+    freeze_heap(owner)
+    assert real() > 10_000
+    del owner
+    assert (real() == 0) == thaws
+
+
 def test_nothing_is_frozen_early_beside_a_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     freeze_before_load(Owner())
