@@ -25,8 +25,8 @@ from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.layers.plans import LARGE_STEP, Plans
 from lab.peers.adapter import Adapter, Arguments, Run
 
-OWN = ("gristmill", "torch")
-"""Providers of our candidates: wrapped libraries are peers."""
+OWN = ("gristmill", "torch", "deepgemm")
+"""Providers of our candidates: what plans take where it is installed and a shipped time says so. Other wrapped libraries are peers."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch, re
     ]
     assert any("sm_90" in one.levels for one in ran), "reports are there, for now"
     assert not {level for _, level in proofs} & {"sm_70", "cpu:avx2"}
-    for name in ("linear_aiter", "linear_deepgemm", "linear_humming"):
+    for name in ("linear_aiter", "linear_humming"):
         assert not any(one.levels for one in grades.evidence(registry.kernel("linear", name))), name
     remaining = dict(grades.compiled())
     remaining["rms_norm_triton"] -= {"sm_80"}

@@ -326,3 +326,10 @@ def test_unknown_names(option: str, text: str, capsys) -> None:
     with pytest.raises(SystemExit):
         run(None, option, text)
     assert f"no {option[2:]} {text}; there are" in capsys.readouterr().err
+
+
+def test_ours_may_be_deepgemm_but_no_other_wrapped_library() -> None:
+    """As in a plan, where a shipped time says that it is faster."""
+    left_out = ours.Selection("cpu").plans.policy.exclude
+    assert "linear_deepgemm" not in left_out and "linear_scaled_mm_torch" not in left_out
+    assert {"linear_humming", "rms_norm_flashinfer"} <= {*left_out}
