@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
 from math import isfinite, prod
+from types import CodeType
 from typing import Any
 from zlib import crc32
 
@@ -142,9 +143,13 @@ class Function:
                 lines += ["if not (", f"    {test}", "):", "    raise fault(locals())"] * bool(tests) + [step]
                 tests = {}
         self.source = "\n    ".join(lines) + "\n"
+
+    @cached_property
+    def _code(self) -> CodeType:
+        """The source, compiled when the function is first made: a load needs the guards alone."""
         file = f"<gristmill {crc32(self.source.encode()):08x}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        self._code = compile(self.source, file, "exec")
+        return compile(self.source, file, "exec")
 
     def made(self, scope: dict[str, Any]) -> Callable[..., Any]:
         """The function in a scope."""

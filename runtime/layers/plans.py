@@ -71,7 +71,13 @@ class Workspaces:
         return tuple(tensor for (owner, _), tensor in self._tensors.items() if owner == stream)
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        if self.device.type != "cuda":
+            return 0
+        if self.device.index is None:
+            return torch.cuda.current_stream(self.device).cuda_stream
+        # As that, without an object for the stream, which takes as long as the rest of a call of a plan.
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return stream
 
 
 BLOCK_SIZE = 16

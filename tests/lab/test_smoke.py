@@ -120,6 +120,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         as_it_is,
         "--sizes 300,64,1,2,96 --tokens 8,20 --texts 3 --batch 2 --rounds 1 --spread 0.5 --threads 1 --out OUT",
     ),
+    "decode_graphs": (
+        as_it_is,
+        f"--model {MODEL} --device cpu --seqs 1,2 --contexts 20 --bounds 32,64 --out OUT",
+    ),
     "engine": (
         as_it_is,
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
