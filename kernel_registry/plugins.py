@@ -7,6 +7,7 @@ A plugin is code that gristmill does not control. Any error while it is loaded b
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -53,9 +54,17 @@ class PluginFailure:
         return asdict(self.plugin) | {"reason": self.reason}
 
 
+def _state(folder: str) -> tuple[str, int]:
+    """A folder of `sys.path`, and when something was last installed there."""
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
+
+
 @cache
-def _entry_points(path: tuple[str, ...]) -> Callable[..., Iterable[EntryPoint]]:
-    """Selects from those of all distributions on `sys.path`, which `path` is: to read their files takes milliseconds to a tenth of a second."""
+def _entry_points(folders: tuple[tuple[str, int], ...]) -> Callable[..., Iterable[EntryPoint]]:
+    """Selects from those of all distributions on `sys.path`, in this state: to read their files takes milliseconds to a tenth of a second."""
     from importlib.metadata import (
         entry_points,
     )  # imports email and sockets: half of this package's import time
@@ -70,7 +79,7 @@ def load_plugins(group: str) -> tuple[list[tuple[Plugin, ModuleType]], list[Plug
     plugin raises, SystemExit included.
     """
     plugins = []
-    for entry in _entry_points(tuple(sys.path))(group=group):
+    for entry in _entry_points(tuple(map(_state, sys.path)))(group=group):
         distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
         plugins.append(Plugin(group, entry.name, entry.value.partition(":")[0].strip(), distribution))
     plugins.sort(key=lambda plugin: (plugin.distribution, plugin.name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -180,3 +182,22 @@ def test_the_registry_that_is_extended_stays_as_it_was() -> None:
     extra: Kernel = fakes.kernel("mix_extra")
     extended = with_plugins(registry, [(plugin("extra"), SimpleNamespace(KERNEL=extra, __name__="extra"))])
     assert extended.kernel("mix", "mix_extra").module == "extra" and not registry.kernels
+
+
+def test_what_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points are read once for each state of the folders."""
+    read: list[str] = []
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda: (read.append("read"), real())[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def found() -> list[str]:
+        loaded, failures = load_plugins("gm.planted")
+        assert not failures
+        return [plugin.name for plugin, _ in loaded]
+
+    assert (found(), found(), len(read)) == ([], [], 1)
+    for count, name in enumerate(("one", "two"), 1):
+        install(tmp_path, name, "", "gm.planted")
+        importlib.invalidate_caches()
+        assert found() == found() == ["one", "two"][:count] and len(read) == 1 + count
