@@ -72,11 +72,11 @@ function(gm_frag16_sources result rare left_out_variable)
       elseif(NOT shape_set STREQUAL "common")
         message(FATAL_ERROR "${folder}/instances.json: ${format}: shapes: expected all or common, found ${shape_set}")
       endif()
-      # Slots of weights, the seventh number of a shape of gemm_ws, where tiles of this size leave room for fewer.
+      # Slots of weights, the eighth number of a shape of gemm_ws, where tiles of this size leave room for fewer.
       gm_json_keys(fewer "${row}" ws8)
       foreach(name IN LISTS fewer)
         string(JSON slots GET "${row}" ws8 ${name})
-        list(TRANSFORM shapes REPLACE "^(${name}: ([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?))[0-9]+" "\\1${slots}")
+        list(TRANSFORM shapes REPLACE "^(${name}: ([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?)([0-9]+, ?))[0-9]+" "\\1${slots}")
       endforeach()
       set(decoders "")
       set(instances "")

@@ -79,7 +79,7 @@ def test_cmake_writes_a_source_per_format_and_schedule_and_only_what_changed(tmp
     kernels = [
         line for path in first.values() for line in path.read_text().splitlines() if "  K(linear_" in line
     ]
-    assert len(kernels) == len(set(kernels)) == 674
+    assert len(kernels) == len(set(kernels)) == 690
     text = first["linear_int4_g128_decode_ws_sm90"].read_text()
     assert "@" not in text and "#define GM_ENTRY gm_linear_int4_g128_decode_ws_sm90\n" in text
     assert "using Decoder_bf16_fp16 = Int4Tile<__nv_bfloat16, 1, false, kScaleFp16>;" in text

@@ -113,8 +113,8 @@ def test_every_instance_fits_a_multiprocessor(form: Format) -> None:
             for scales in (1, 2):
                 key = dict(zip(("mt", "c", "slices", "ctas"), shape[:4], strict=True))
                 size = _call(form.name, k=2048, ldx=2048, x_type=dtype, scale_type=scales, **key)
-                slots = shape.ws8 if form.bits == 8 else shape.ws4
-                rings = shape.xs * shape.mt * 128 + slots * shape.c * 4 * form.tile_bytes
+                of_x, of_w = gemm_ws.slots_of(form, shape)
+                rings = of_x * shape.mt * 128 + of_w * shape.c * 4 * form.tile_bytes
                 # Partial sums of the CTAs of a cluster reuse the rings; those of slices have their own memory, up to 128 rows of x.
                 sums = shape.mt * shape.c * 256
                 own = (shape.slices - 1) * sums if shape.mt <= 128 else 0

@@ -86,7 +86,7 @@ def bodies(names: Collection[str], step: int = 1) -> dict[str, str]:
 
 def instances(whole: bool = False) -> set[str]:
     """Returns the names of the kernels in the table, linear_<schedule>_<format>_<type of x>[_<type of
-    scales>]_<shape>.
+    scales>]_<shape>[_gated].
 
     whole: include the formats that this build left out.
     """
@@ -101,13 +101,15 @@ def instances(whole: bool = False) -> set[str]:
                 for shape in schedule(name).shapes_of(form):
                     key = "x".join(str(shape[field]) for field in row["key"])
                     names.add(f"linear_{name}_{form.name}_{label}_{key}")
+                    if name == "gemm_ws":
+                        names.add(f"linear_{name}_{form.name}_{label}_{key}_gated")
     return names
 
 
 def test_registers_and_stack() -> None:
     linear = [row for rows in resources().values() for row in rows if WEIGHT_ONLY.match(row[0])]
     assert {name for name, _, _ in linear} == instances()
-    assert len(instances(whole=True)) == 674 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
+    assert len(instances(whole=True)) == 1010 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
     for name, registers, stack in linear:
         assert registers <= 255
         assert stack <= allowed(name), (name, stack)

@@ -75,19 +75,22 @@ namespace {
 
 using Program = gm::Program<gm::GemmParams>;
 
-template <typename W, int... SHAPE>
+template <typename W, bool GATED, int... SHAPE>
 void kernel(void* parameters) {
   gm::run_thread<Program::Call>(parameters, [](const Program::Call& call, uint8_t* smem) {
-    gm::linear_gemm_ws<W, SHAPE...>(*call.p, *call.first, smem);
+    gm::linear_gemm_ws<W, GATED, SHAPE...>(*call.p, *call.first, *call.second, smem);
   });
 }
 
-#define GM_PROGRAM(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending) \
-  {#name, kernel < W, mt, c, slices, ctas, xs, GM_BITS == 8 ? ws8 : ws4, chains, pending > },
+#define GM_PROGRAM(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs4, xs8, ws4, ws8, chains, pending) \
+  {#name, kernel<W, false, mt, c, slices, ctas, GM_SLOTS(xs4, xs8), GM_SLOTS(ws4, ws8), chains, pending>},   \
+      {#name "_gated",                                                                                       \
+       kernel<W, true, mt, c, slices, ctas, GM_SLOTS(xs4, xs8), GM_SLOTS(ws4, ws8), chains, pending>},
 constexpr Program kPrograms[] = {GM_INSTANCES(GM_PROGRAM)};
 
 }  // namespace
 
 int gm::CudaKernel::launch(int, void*, const Launch& shape, void** arguments) {
-  return launch_program(kPrograms, name, shape, static_cast<const GemmParams*>(arguments[0]), arguments[1]);
+  return launch_program(kPrograms, name, shape, static_cast<const GemmParams*>(arguments[0]), arguments[1],
+                        arguments[2]);
 }

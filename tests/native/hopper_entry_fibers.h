@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <string_view>
+#include <vector>
 
 #define blockDim (gm::fibers::Index{gm::threads()})
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
@@ -89,6 +92,32 @@ inline void tma_load(uint32_t dst, const void* map, int x, int y, int z, uint32_
 }
 inline void tma_load(uint32_t dst, const void* map, int x, int y, int z, int w, int u, uint32_t bar) {
   tma_box<5>(dst, map, {x, y, z, w, u}, bar);
+}
+
+// A box from shared memory, in the 128-byte swizzle, without what is past the tensor. In orders in which copies are late it is read when its thread
+// waits for that.
+inline std::map<int, std::vector<std::function<void()>>> stores;  // by thread
+inline void tma_store(const void* to, uint32_t src, int x, int y) {
+  const CUtensorMap& map = *static_cast<const CUtensorMap*>(to);
+  if (map.rank != 2 || src % 1024) __builtin_trap();
+  const auto copy = [=, &map] {
+    for (uint32_t row = 0; row < map.box[1]; ++row)
+      for (uint32_t column = 0; column < map.box[0]; ++column) {
+        const uint64_t at_x = uint64_t(x) + column, at_y = uint64_t(y) + row;
+        if (at_x < map.sizes[0] && at_y < map.sizes[1])
+          std::memcpy(const_cast<char*>(map.base) + at_y * map.strides[0] + at_x * 2,
+                      fibers::memory_at(swizzled(src + (row * map.box[0] + column) * 2)), 2);
+      }
+  };
+  if (fibers::order / 2 % 2)
+    stores[fibers::current].push_back(copy);
+  else
+    copy();
+}
+inline void tma_store_commit() {}
+inline void tma_store_wait_read() {
+  for (const auto& copy : stores[fibers::current]) copy();
+  stores[fibers::current].clear();
 }
 
 // Matrices of 8 x 8 elements, whose columns are in four lanes each; the address of row i of matrix m is lane 8 m + i's.

@@ -20,7 +20,7 @@ import torch
 
 from gristmill.kernels.linear.frag16_sm90 import _launch_gemm_ws, gemm_ws
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
-from gristmill.kernels.linear.frag16_sm90.instances import formats, table
+from gristmill.kernels.linear.frag16_sm90.instances import formats, limits, table
 from gristmill.kernels.linear.op import gated, gated_error
 from gristmill.quant import pack, quantize
 from tests import forked
@@ -51,7 +51,7 @@ SHAPES = shapes_of("int4_g128")
 SAMPLE = [
     shape
     for shape in SHAPES
-    if key_of(shape) in ("32x2x1x2", "128x4x1x1", "64x1x4x1", "80x2x1x1", "192x1x2x1")
+    if key_of(shape) in ("32x2x1x2", "128x4x1x1", "64x1x4x1", "80x2x1x1", "192x1x2x1", "128x3x1x1")
 ]
 """Shapes that `make test` runs: two accumulators, staggered halves, slices, five pairs of fragments, sums in the place of x."""
 
@@ -73,6 +73,8 @@ def definitions(name: str, shapes: tuple[gemm_ws.Shape, ...]) -> list[str]:
         f"-DGM_BITS={row['bits']}",
         f"-DGM_TILE_BYTES={row['tile_bytes']}",
         f"-DGM_FLAG_BYTES={gemm_ws.FLAG_BYTES}",
+        f"-DGM_CTA_BYTES={limits()['cta_bytes']}",
+        f"-DGM_RESERVED_BYTES={limits()['reserved_bytes']}",
         f"-DGM_DECODERS=using Decoder = {decoder};",
         f"-DGM_INSTANCES(K)={' '.join(instances)}",
     ]
@@ -376,20 +378,25 @@ FAULTS = {
     "flags are left": ("if (there) *flag = 0;", ""),
     "a cluster does not wait for its sums": ("        cluster_sync();\n#pragma unroll 1", "#pragma unroll 1"),
     "a share of a cluster goes to another": ("st_cluster(mapa(to, owner)", "st_cluster(mapa(to, owner ^ 1)"),
-    "the second half does not wait": ("int slots = min(p.lag, groups) * 2 - 1", "int slots = min(p.lag, groups) * 2 + 9"),
+    "the second half waits for a slot that stays empty": ("a.lag < (p.shared_tiles > 0 ? p.part_groups : p.groups) ? a.lag : 0", "a.lag"),
     "bias of row g + 8 of row g": ("if (left > 8) bias[1]", "if (left > 8) bias[0]"),
     "rows past the last are stored": ("n < p.n ? m_end - m : 0", "n < p.n ? 16 * PAIRS : 0"),
-    "the halves of rows are not swapped back": ("((lane & 1) ^ (lane >> 3 & 1)) << 4", "(lane & 1) << 4"),
+    "the chunks of rows are not swapped back": ("mine = at_chunk(thread / kChunks, thread % kChunks)", "mine = staging + thread * 16"),
+    "rows are stored before all warps have written them": ("  sync();\n  T* to", "  T* to"),
+    "a tile is staged before the last one has been stored": ("  if (thread == 0) tma_store_wait_read();  // the previous tile\n", ""),
+    "a tile is stored before all warps have staged it": ("  fence_proxy_async();\n  bar_sync(barrier, 128);\n", "  fence_proxy_async();\n"),
+    "a CTA ends before its last tile is stored": ("if (kByTma && (threadIdx.x & 127) == 0) tma_store_wait_read();  // of the last", "// of the last"),
+    "the staging is written before all warps have read it": ("  sync();                                    // the previous", "  // the previous"),
 }  # fmt: skip
 OF_GATING = {
     "gate is taken for up": ("has_up ? got[f][i] : own[a]", "has_up ? own[a] : got[f][i]"),
     "sums are read before they are sent": ("bar_sync(barrier, 64);\n  float got", "float got"),
     "the staging is written before it is read": ("bar_sync(barrier, 64);  // before either", "// before either"),
-    "two pairs of warps share a barrier": ("warp / (2 * kTiles) * kTiles + warp % kTiles", "warp % kTiles"),
+    "two pairs of warps share a barrier": ("warp / 4 * kGatedTiles + warp % kGatedTiles", "warp % kGatedTiles"),
     "32 rows begin where 64 do": ("(index & 1) * kHalf", "0"),
-    "rows of up begin with a block": ("blocks % 2 == 0", "true"),
-    "rows of gate past the last": ("if (half < here)", "if (true)"),
-    "a bias of gate for up": ("(index & TILES) ? p.n + column : column", "column"),
+    "rows of up begin with a block": ("up_block & 1 ? stride - kHalf : kHalf", "kHalf"),
+    "rows of gate past the last": ("b < here * 2", "b < C * 2"),
+    "a bias of gate for up": ("(index & kGatedTiles) ? p.n + column : column", "column"),
     "rows of y are as long as gate and up": ("p.n = a.gated ? a.n / 2 : a.n", "p.n = a.n"),
     "both warps store the same rows": ("m0 + (has_up ? PAIRS * 8 : 0)", "m0"),
     "fragments of the other half are stored": ("min(m_end, first + PAIRS * 8)", "m_end"),
@@ -440,6 +447,12 @@ def is_seen(library: ctypes.CDLL, gated: bool, orders: tuple[int, ...] = (1, 6, 
                     call = (shape, partition, 65, n, 1152, epilogue)
                     if wrong(library, "int4_g128", *call, order=order):
                         return True
+            lags = gemm_ws.lags_of(formats()["int4_g128"], shape)
+            # A CTA of fewer groups than the lag, and one of several tiles.
+            calls = [(gemm_ws.Partition(1, 0, 3, lag), 65) for lag in lags]
+            for partition, m in (*calls, (gemm_ws.Partition(1, 0, 1), 300)):
+                if wrong(library, "int4_g128", shape, partition, m, 200, 128, order=order):
+                    return True
             call = (shape, gemm_ws.Partition(1, 0, 3), 65, 64, 512, "silu_mul")
             found, y = answer(library, "int4_g128", *call, size=100.0)
             if gated and (

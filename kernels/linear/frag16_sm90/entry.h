@@ -20,6 +20,8 @@
 
 #if GM_SCHEDULE == GM_GEMM_WS
 static_assert(gm::kFlagBytes == GM_FLAG_BYTES, "flag_bytes of instances.json");
+static_assert(gm::kSharedBytes == GM_CTA_BYTES - GM_RESERVED_BYTES, "cta_bytes of instances.json");
+#define GM_SLOTS(of_4_bits, of_8_bits) (GM_BITS == 8 ? of_8_bits : of_4_bits)
 #else
 static_assert(gm::kMaxDepth == GM_MAX_DEPTH, "max_depth of instances.json");
 #endif
@@ -47,13 +49,20 @@ GM_DECODERS
     gm::linear_decode_ws<T, W, nt, rt, wn, wk>(p, x);                                           \
   }
 #else
-#define GM_KERNEL(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending)      \
-  extern "C" __global__ void __launch_bounds__(gm::Cta<mt, c, slices, ctas>::kThreads, ctas)               \
-      name(const __grid_constant__ gm::GemmParams p, const __grid_constant__ CUtensorMap x) {              \
-    GM_CHECKED(W);                                                                                         \
-    extern __shared__ __align__(1024) uint8_t smem[];                                                      \
-    gm::linear_gemm_ws<W, mt, c, slices, ctas, xs, GM_BITS == 8 ? ws8 : ws4, chains, pending>(p, x, smem); \
+#define GM_GEMM_WS_KERNEL(name, W, gated, mt, c, slices, ctas, xs, ws, chains, pending)        \
+  extern "C" __global__ void __launch_bounds__(                                                \
+      gm::Cta<mt, c, slices, ctas, xs, ws, GM_TILE_BYTES>::kThreads, ctas)                     \
+      name(const __grid_constant__ gm::GemmParams p, const __grid_constant__ CUtensorMap x,    \
+           const __grid_constant__ CUtensorMap y) {                                            \
+    GM_CHECKED(W);                                                                             \
+    extern __shared__ __align__(1024) uint8_t smem[];                                          \
+    gm::linear_gemm_ws<W, gated, mt, c, slices, ctas, xs, ws, chains, pending>(p, x, y, smem); \
   }
+#define GM_KERNEL(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs4, xs8, ws4, ws8, chains, pending) \
+  GM_GEMM_WS_KERNEL(name, W, false, mt, c, slices, ctas, GM_SLOTS(xs4, xs8), GM_SLOTS(ws4, ws8), chains,    \
+                    pending)                                                                                \
+  GM_GEMM_WS_KERNEL(name##_gated, W, true, mt, c, slices, ctas, GM_SLOTS(xs4, xs8), GM_SLOTS(ws4, ws8),     \
+                    chains, pending)
 #endif
 GM_INSTANCES(GM_KERNEL)
 
@@ -90,18 +99,34 @@ struct Shape {
 
 struct Shape {
   int mt, c, slices, ctas, xs, ws, threads, smem;
-  bool staggered;
-  bool is(const Args& a) const { return mt == a.mt && c == a.c && slices == a.slices && ctas == a.ctas; }
+  bool gated, staggered, by_tma;
+  bool is(const Args& a) const {
+    return mt == a.mt && c == a.c && slices == a.slices && ctas == a.ctas && gated == (a.gated != 0);
+  }
 };
-template <typename Cta>
-constexpr Shape shape_of(int mt, int c, int slices, int ctas, int xs, int ws) {
-  return {mt, c, slices, ctas, xs, ws, Cta::kThreads, Cta::smem(xs, ws, GM_TILE_BYTES), Cta::kStaggered};
+template <int MT, int C, int SLICES, int CTAS, int XS, int WS>
+constexpr Shape shape_of(bool gated) {
+  using Cta = gm::Cta<MT, C, SLICES, CTAS, XS, WS, GM_TILE_BYTES>;
+  return {MT,
+          C,
+          SLICES,
+          CTAS,
+          XS,
+          WS,
+          Cta::kThreads,
+          Cta::kSharedMemory,
+          gated,
+          Cta::kStaggered,
+          Cta::kWhole && !gated};
 }
-#define GM_INSTANCE(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending) \
-  {x_type,                                                                                              \
-   scale_type,                                                                                          \
-   shape_of<gm::Cta<mt, c, slices, ctas>>(mt, c, slices, ctas, xs, GM_BITS == 8 ? ws8 : ws4),           \
-   {GM_CUBIN, #name}},
+#define GM_GEMM_WS_INSTANCE(name, x_type, scale_type, gated, ...) \
+  {x_type, scale_type, shape_of<__VA_ARGS__>(gated), {GM_CUBIN, name}},
+#define GM_INSTANCE(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs4, xs8, ws4, ws8, chains,     \
+                    pending)                                                                             \
+  GM_GEMM_WS_INSTANCE(#name, x_type, scale_type, false, mt, c, slices, ctas, GM_SLOTS(xs4, xs8),         \
+                      GM_SLOTS(ws4, ws8))                                                                \
+  GM_GEMM_WS_INSTANCE(#name "_gated", x_type, scale_type, true, mt, c, slices, ctas, GM_SLOTS(xs4, xs8), \
+                      GM_SLOTS(ws4, ws8))
 
 #endif
 
@@ -149,13 +174,13 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   gm::GemmParams p{};
   p.w = static_cast<const uint8_t*>(a.w), p.y = a.y, p.bias = a.bias, p.residual = a.residual;
   p.row_scale = a.row_scale, p.scratch = static_cast<uint8_t*>(a.scratch);
-  p.gated = a.gated, p.m = a.m, p.n = a.gated ? a.n / 2 : a.n;
+  p.m = a.m, p.n = a.gated ? a.n / 2 : a.n;
   p.groups = ceil_div(a.k, gm::kTileK), p.tiles16 = ceil_div(a.n, gm::kTileRows);
   p.n_tiles = ceil_div(a.n, a.c * 64), p.m_tiles = ceil_div(a.m, a.mt);
   p.raster = a.raster < p.m_tiles ? a.raster : p.m_tiles;
   p.by_groups = gm::reciprocal(p.groups), p.by_band = gm::reciprocal(p.raster * p.n_tiles);
   p.by_raster = gm::reciprocal(p.raster), p.by_rest = gm::reciprocal(p.m_tiles % p.raster);
-  p.lag = a.lag, p.log_split = __builtin_ctz(unsigned(a.split)), p.scales_half = a.scale_type == 1;
+  p.log_split = __builtin_ctz(unsigned(a.split)), p.scales_half = a.scale_type == 1;
   p.vector = p.n % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0 &&
              reinterpret_cast<uintptr_t>(a.residual) % 16 == 0;
 
@@ -174,9 +199,18 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
       p.shared_tiles = int(shared), p.part_groups = int(units / grid), p.longer_parts = int(units % grid);
     }
   }
+  // The second half waits for a slot of x, which each CTA has to fill.
+  p.lag = a.lag < (p.shared_tiles > 0 ? p.part_groups : p.groups) ? a.lag : 0;
   const bool one_tile = a.split > 1 || a.slices > 1;  // per CTA, which is not persistent
   const int64_t ctas = one_tile ? tiles * a.split : p.shared_tiles == 0 && tiles < grid ? tiles : grid;
-  void* arguments[] = {&p, &map};
+  CUtensorMap y_map{};
+  p.by_tma = shape.by_tma && p.vector && a.residual == nullptr && a.split == 1;
+  if (p.by_tma) {
+    const int made = gm::rows_map(&y_map, gm::float16_type(a.x_type == 2), a.y, uint64_t(a.n), uint64_t(a.m),
+                                  uint64_t(a.n) * 2, 64, unsigned(a.mt));
+    if (made != GM_OK) return made;
+  }
+  void* arguments[] = {&p, &map, &y_map};
   return kernel.launch(a.device, a.stream,
                        {.grid_x = unsigned(ctas),
                         .block = unsigned(shape.threads),

@@ -13,8 +13,10 @@
 // ranks; or, with one tile per CTA, over warpgroups of the same rows of W, which reduce them in shared memory in the
 // order of slices. Every order is fixed.
 //
-// With `gated`, y = silu(gate) * up of the two halves of the rows of W: half of a CTA's warps have rows of gate, the others
-// the same rows of up, and each exchanges half of its sums with its counterpart through shared memory.
+// Where shared memory has room for a whole tile of y, TMA stores it while the next one is multiplied.
+//
+// GATED: y = silu(gate) * up of the two halves of the rows of W: half of a warpgroup has rows of gate, the other half the
+// same rows of up, and each warp exchanges half of its sums with its counterpart through shared memory.
 #pragma once
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
@@ -100,43 +102,43 @@ __device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2]
   return last_x;
 }
 
-// Copies the weights of a tile of y with `gated`, `count` groups from k on: C blocks of 32 rows of gate from `block` on, and
-// the same of up. TILES tiles of gate and of up alternate in a slot; TILE: bytes of one.
-template <int C, int TILES, int TILE, typename WRing>
+// Copies the weights of a tile of silu(gate) * up, `count` groups from k on: C blocks of 32 rows of gate from `block` on, each
+// followed by the same rows of up. TILE: bytes of 16 rows.
+template <int C, int TILE, typename WRing>
 __device__ __forceinline__ void copy_gated(const GemmParams& p, WRing& w, uint32_t base, int block, int k,
                                            int count, uint64_t policy) {
-  constexpr int kHalf = 2 * TILE, kHalves = TILES / 2;  // bytes of 32 rows; how many of them until up follows
-  const int blocks = p.n / 32, here = min(C, blocks - block);
-  const int64_t block_bytes = static_cast<int64_t>(p.groups) * (2 * kHalf);
+  constexpr int kHalf = 2 * TILE;  // bytes of 32 rows, of which W has pairs
+  const int blocks = p.n / 32, here = min(C, blocks - block), up_block = blocks + block;
+  // Opaque, so that nothing of it is kept from tile to tile: a producer has few registers.
+  const int64_t block_bytes = static_cast<int64_t>(p.groups + opaque_zero()) * (2 * kHalf);
   const auto rows32 = [&](int index) {
     return p.w + (index >> 1) * block_bytes + k * (2 * kHalf) + (index & 1) * kHalf;
   };
-  if (here == C && (kHalves == 1 || blocks % 2 == 0)) {
-    const uint8_t *gate = rows32(block), *up = rows32(blocks + block);
+  if (here == C) {
+    const uint8_t *gate = rows32(block), *up = rows32(up_block);
+    // From the first 32 rows to the second: these may begin the next 64.
+    const uint32_t stride = static_cast<uint32_t>(block_bytes), step = block & 1 ? stride - kHalf : kHalf,
+                   up_step = up_block & 1 ? stride - kHalf : kHalf;
 #pragma unroll 1
     for (; count > 0; --count, gate += 2 * kHalf, up += 2 * kHalf) {
       mbar_wait(w.empty(), w.parity ^ 1);
       mbar_arrive_expect_tx(w.full, C * 2 * kHalf);
 #pragma unroll
-      for (int b = 0; b < C / kHalves; ++b) {
-        const uint32_t to = w.slot + b * 2 * kHalves * kHalf;
-        bulk_load(to, gate + b * block_bytes, kHalves * kHalf, w.full, policy);
-        bulk_load(to + kHalves * kHalf, up + b * block_bytes, kHalves * kHalf, w.full, policy);
+      for (int b = 0; b < C; ++b) {
+        const uint32_t to = w.slot + b * 2 * kHalf;
+        bulk_load(to, gate + (b >> 1) * stride + (b & 1) * step, kHalf, w.full, policy);
+        bulk_load(to + kHalf, up + (b >> 1) * stride + (b & 1) * up_step, kHalf, w.full, policy);
       }
       w.next(base);
     }
-  } else {  // the last rows, or rows of up that begin within a block
+  } else {  // the last rows
 #pragma unroll 1
     for (; count > 0; --count, ++k) {
       mbar_wait(w.empty(), w.parity ^ 1);
       mbar_arrive_expect_tx(w.full, here * 2 * kHalf);
 #pragma unroll 1
-      for (int i = 0; i < C * 2; ++i) {
-        const int half = i / (2 * kHalves) * kHalves + i % kHalves;
-        if (half < here)
-          bulk_load(w.slot + i * kHalf, rows32(block + half + (i & kHalves ? blocks : 0)), kHalf, w.full,
-                    policy);
-      }
+      for (int b = 0; b < here * 2; ++b)
+        bulk_load(w.slot + b * kHalf, rows32((b & 1 ? up_block : block) + (b >> 1)), kHalf, w.full, policy);
       w.next(base);
     }
   }
@@ -145,10 +147,12 @@ __device__ __forceinline__ void copy_gated(const GemmParams& p, WRing& w, uint32
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of the rings.
 // CHAINS: accumulators that products alternate, where one is too short to hide the latency of the one before.
 // PENDING: products in flight.  smem: dynamic shared memory, aligned to 1024 bytes.
-template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
-__device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map, uint8_t* smem) {
+template <typename W, bool GATED, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS,
+          int PENDING>
+__device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map,
+                                               const CUtensorMap& y_map, uint8_t* smem) {
   using T = typename W::Type;
-  using Shape = Cta<MT, C, SLICES, CTAS>;
+  using Shape = Cta<MT, C, SLICES, CTAS, XS, WS, W::kBytes>;
   static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 ||
                 SLICES == 1);  // a slice always has the same slots
   static_assert(!Shape::kExchangesInX || (SLICES - 1) * C * MT * 256 <= XS * MT * kXSlotK * 2);
@@ -156,13 +160,12 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
                 kThreads = C * SLICES * 128;
   constexpr int kFragments = Shape::kFragments, kStored = Shape::kPairs;
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
-  constexpr int kPairBarriers = 2;          // named barriers of two warps; 1 is that of slices
+  constexpr bool kByTma = Shape::kWhole && !GATED;
+  constexpr int kPairBarriers = 2;  // named barriers of two warps; 1 is that of slices
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  smem += Shape::kStaging;  // which is in front of the rings
   const uint32_t base = smem_u32_once(smem);
-  constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
-  constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
-  // Barriers by which the first warpgroup signals that it has consumed a slot of x.
-  constexpr int kStaggerBars = kBars + (XS + WS) * 16;
+  constexpr int kWRing = XS * kXSlot, kExchange = kWRing + WS * kWSlot, kBars = kExchange + Shape::kExchange;
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
   // By one thread, with addresses known at compile time: spread over lanes it would become a loop.
@@ -173,8 +176,6 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < WS; ++i)
       mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArrivingLanes);
-    if constexpr (Shape::kStaggered)
-      for (int i = 0; i < XS; ++i) mbar_init(base + kStaggerBars + i * 8, 1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -211,8 +212,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         const int block = tile_at(p, index).n * C, here = p.tiles16 - block * 4;
         const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
         const uint8_t* from = p.w + block * block_bytes;
-        if (p.gated) {
-          copy_gated<C, Shape::kGatedTiles, kTile>(p, w, base, block, k, groups, policy);
+        if constexpr (GATED) {
+          copy_gated<C, kTile>(p, w, base, block, k, groups, policy);
         } else if (here >= C * 4) {  // not as max(0, min(here, C * 4)): ptxas 13.0 miscompiled the branch
           from += k * (4 * kTile);
 #pragma unroll 1
@@ -252,14 +253,15 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
               my_rows = SLICES == 1 ? warp : warp % (C * 4);  // 16 of W
     XRing x(base, slice * 2);
     WRing w(base, slice);
-    const uint32_t my_tile = my_rows * kTile, staging = base + kStaging + warp * kStagingSize;
+    const uint32_t my_tile = my_rows * kTile, staging = base - Shape::kStaging + warp * Shape::kWarpStaging;
     griddepcontrol_wait();
 
-    const bool leads = Shape::kStaggered && p.lag > 0 && threadIdx.x == 0;
     const auto release = [&](uint32_t slot) {
       if (lane < kArrivingLanes) mbar_arrive(slot);
-      if (leads) mbar_arrive(slot + (kStaggerBars - kBars - XS * 8));
     };
+    // The second half of the warpgroups begins when more slots of x have arrived, so that one half multiplies while the
+    // other one stores. The halves stay apart: each of them alone has the tensor cores while the other one stores.
+    if (Shape::kStaggered && p.lag > 0 && warp >= Shape::kLeading * 4) mbar_wait(x.full + p.lag * 16, 0);
     int index, k;
 #pragma unroll 1
     // The shuffle tells the compiler that the value is uniform.
@@ -270,15 +272,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       uint32_t a[PENDING + 1][4];
       // Hides the latency of the epilogue's load.
       if (p.row_scale != nullptr && lane == 0) {
-        const RowTile at = row_tile<Shape::kGatedTiles>(p, tile_at(p, index).n * C * 4 + my_rows);
+        const RowTile at = row_tile<GATED>(p, tile_at(p, index).n * C * 4 + my_rows);
         if (at.column < p.n) prefetch_l2(p.row_scale + at.row);
-      }
-      // Staggers the second half of the warpgroups, so that one half multiplies while the other stores.
-      if (Shape::kStaggered && p.lag > 0 && warp >= C * 2) {
-        const int slots = min(p.lag, groups) * 2 - 1;
-        uint32_t bar = x.full + (kStaggerBars - kBars) + slots * 8;
-        const bool wraps = bar >= base + kStaggerBars + XS * 8;
-        mbar_wait(wraps ? bar - XS * 8 : bar, wraps ? x.parity ^ 1 : x.parity);
       }
       typename W::Part part[2];
       W weights;
@@ -288,7 +283,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, release, [] {});
       // Loads the operands of the epilogue while the last products run.
       const Tile tile = tile_at(p, index);
-      const RowTile at = row_tile<Shape::kGatedTiles>(p, tile.n * C * 4 + my_rows);
+      const RowTile at = row_tile<GATED>(p, tile.n * C * 4 + my_rows);
       const int n0 = at.column, m0 = tile.m * MT + slice * kFragments * 8;
       float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
       const int row = at.row + (lane >> 2), left = p.n - n0 - (lane >> 2);
@@ -383,27 +378,33 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         }
       }
 
+      const int in_group = warp & 3, group_n0 = n0 - in_group * kTileRows;
+      const uint32_t group_staging = staging - in_group * Shape::kWarpStaging;
       const auto store = [&](const auto& v, int first, int end) {
         constexpr int kPairs = sizeof(v) / 32,
                       kPart = kPairs < Shape::kGatedPairs ? kPairs : Shape::kGatedPairs;
-        if (!p.gated) {
-          store_fragments<T, kPairs>(p, v, by, bias, staging, n0, first, end);
-          return;
-        }
-        constexpr int kTiles = Shape::kGatedTiles;
-        const bool has_up = (warp & kTiles) != 0;
+        if constexpr (GATED) {
+          const bool has_up = (warp & kGatedTiles) != 0;
+          const uint32_t theirs = staging + (has_up ? -kGatedTiles : kGatedTiles) * Shape::kWarpStaging;
+          const int barrier = kPairBarriers + warp / 4 * kGatedTiles + warp % kGatedTiles;
 #pragma unroll
-        for (int part = 0; part < kPairs; part += kPart) {
-          float some[kPart * 8];
+          for (int part = 0; part < kPairs; part += kPart) {
+            float some[kPart * 8];
 #pragma unroll
-          for (int i = 0; i < kPart * 8; ++i) some[i] = v[part * 8 + i];
-          store_gated<T, kPart>(p, some, by, bias, staging,
-                                has_up ? staging - kTiles * kStagingSize : staging + kTiles * kStagingSize,
-                                has_up, kPairBarriers + warp / (2 * kTiles) * kTiles + warp % kTiles, n0,
-                                first + part * 16, end);
+            for (int i = 0; i < kPart * 8; ++i) some[i] = v[part * 8 + i];
+            store_gated<T, kPart>(p, some, by, bias, staging, theirs, has_up, barrier, n0, first + part * 16,
+                                  end);
+          }
+        } else {
+          store_fragments<T, kPairs, 4>(p, v, by, bias, group_staging, group_n0, first, end,
+                                        kPairBarriers + warp / 4);
         }
       };
-      if (p.log_split == 0) {
+      if (kByTma && p.by_tma) {
+        if constexpr (kByTma)
+          store_whole<T, MT / 16>(y_map, sum, by, bias, group_staging, group_n0, m0,
+                                  kPairBarriers + warp / 4);
+      } else if (p.log_split == 0) {
 #pragma unroll
         for (int f = 0; f < kFragments; f += kStored * 2) {
           float v[kStored * 8];
@@ -441,6 +442,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         }
       }
     }
+    if (kByTma && (threadIdx.x & 127) == 0) tma_store_wait_read();  // of the last tile
   }
 }
 

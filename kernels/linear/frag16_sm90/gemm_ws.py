@@ -21,13 +21,14 @@ L2_BYTES, RESIDENT = 50 << 20, 20 << 20
 
 class Shape(NamedTuple):
     """A CTA: rows of x, blocks of 64 rows of W, warpgroups that alternate along K for each of those, CTAs per SM, slots of x
-    (64 k), slots of 4-bit and of 8-bit weights (128 k), independent accumulators, products in flight."""
+    (64 k) beside 4-bit and 8-bit weights, slots of those (128 k), independent accumulators, products in flight."""
 
     mt: int
     c: int
     slices: int
     ctas: int
-    xs: int
+    xs4: int
+    xs8: int
     ws4: int
     ws8: int
     chains: int
@@ -40,10 +41,14 @@ def shapes_of(form: Format) -> tuple[Shape, ...]:
     return tuple(Shape(**row) for row in SCHEDULE.shapes_of(form))
 
 
+def slots_of(form: Format, shape: Shape) -> tuple[int, int]:
+    """Slots of x (64 k) and of weights (128 k)."""
+    return (shape.xs8, shape.ws8) if form.bits == 8 else (shape.xs4, shape.ws4)
+
+
 def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
     """Possible lags in groups between the halves of a CTA's warpgroups: fewer than the slots of weights."""
-    slots = shape.ws8 if form.bits == 8 else shape.ws4
-    return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
+    return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots_of(form, shape)[1])
 
 
 def gates(n: int) -> bool:
@@ -99,14 +104,16 @@ COSTS = {
     (96, 1, 2, 1): Costs(0.22, 0.22, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
     (160, 1, 2, 1): Costs(0.36, 0.36, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
     (192, 1, 2, 1): Costs(0.44, 0.44, 2.21, 0.785, 1.09, 0, 0, 3.72, 0),
+    (128, 3, 1, 1): Costs(1.12, 0.5, 1.8, 2.68, 0, 5, 0.4, 8, 0.15),
     (256, 2, 1, 1): Costs(1.44, 0.408, 1.8, 4.84, 0, 7.81, 0.0383, 11, 0.145),
 }
 """By the first four numbers of a shape. `lab.gemm_ws_costs` fits them to measured times."""
 
-_LAGS = {(128, 4, 1, 1): (2, 1)}
+_LAGS = {(128, 4, 1, 1): (2, 1), (128, 3, 1, 1): (2, 1)}
 """Lags in groups between the halves of the warpgroups of a CTA that processes several tiles, by shape."""
 _STORE = 0.8
-"""Microseconds of a tile's epilogue that overlap with products of the other half."""
+"""Microseconds of a tile's epilogue that overlap with products of the other half. Tiles of 4-bit weights are staged whole and stored by TMA, and
+take as long without a lag."""
 
 
 class Partition(NamedTuple):
@@ -163,7 +170,8 @@ def microseconds(
 
     costs: None for those in `COSTS`.
     """
-    group, late, start, cluster, doubling, deal, part, wave, hot = costs or COSTS[shape[:4]]
+    costs = costs or COSTS[shape[:4]]
+    group, late = costs.group, costs.late
     if shape.mt <= 64:  # where decoding counts
         decoding = form.cost["gemm_ws"][0]
         group, late = group * decoding**0.5, late * decoding**0.5
@@ -177,16 +185,17 @@ def microseconds(
         lost = work.apart if size > L2_BYTES / 2 else 0.0
         cache += size * times * (lost / 4.3e6 + (1 - lost) / (7.5e6 if shape.slices == 1 else 10.5e6))
     time = ((work.busiest * group) ** 6 + (work.chain * late) ** 6 + memory**6 + cache**6) ** (1 / 6)
-    time *= 1 + hot * min(1.0, time / 300)
+    time *= 1 + costs.hot * min(1.0, time / 300)
     sums = (
-        cluster + doubling * log2(partition.split)
+        costs.cluster + costs.doubling * log2(partition.split)
         if partition.split > 1
-        else deal + part * work.dealt
+        else costs.deal + costs.part * work.dealt
         if work.dealt
         else 0.0
     )
-    hidden = _STORE * max(0, work.chain // cdiv(k, 128) - 1) if partition.lag else 0.0
-    return float(time + start + sums + wave * (work.waves - 1) - hidden)
+    further = work.chain // cdiv(k, 128) - 1
+    hidden = _STORE * max(0, further) if partition.lag and form.bits == 8 else 0.0
+    return float(time + costs.start + sums + costs.wave * (work.waves - 1) - hidden)
 
 
 def expected(form: Format, config: Config, m: int, n: int, k: int, processors: int) -> float:

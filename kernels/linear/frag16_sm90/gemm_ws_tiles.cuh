@@ -21,12 +21,15 @@ struct GemmParams {
   int part_groups, longer_parts;  // part_groups per CTA, one more for the first longer_parts
   int log_split, scales_half;     // log2 of the CTAs of a cluster, which split K; scales are fp16, not bf16
   int vector;                     // rows of y and residual are 16-byte aligned
+  int by_tma;                     // y is stored by TMA where a CTA stages its whole tile
   int lag;                        // groups by which the second half of the warpgroups is staggered
-  int gated;                      // y = silu(gate) * up: W has N rows of gate, then N rows of up; N % 32 == 0
 };
 
 constexpr int kXSlotK = 64;
+// Tiles of 16 rows of gate, and as many after them of the same columns of up, of a warpgroup.
+constexpr int kGatedTiles = 2;
 constexpr int kFlagBytes = 1 << 16;
+constexpr int kSharedBytes = 226 << 10;  // dynamic shared memory that a CTA can have
 
 // The most pairs of fragments, up to `most`, of which a whole number makes `pairs`.
 constexpr int pairs_at_a_time(int pairs, int most) {
@@ -36,33 +39,34 @@ constexpr int pairs_at_a_time(int pairs, int most) {
 }
 
 // A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which alternate groups of K.
-// CTAS: per multiprocessor.
-template <int MT, int C, int SLICES, int CTAS>
+// CTAS: per multiprocessor. XS, WS: slots of x and of weights; TILE: bytes of 16 rows of W.
+template <int MT, int C, int SLICES, int CTAS, int XS, int WS, int TILE>
 struct Cta {
   static constexpr int kGroups = C * SLICES, kThreads = kGroups * 128 + 128;
-  static constexpr int kConsumerRegisters = kGroups == 4 ? 112
-                                            : CTAS == 2  ? 104
-                                                         : 232,
-                       kProducerRegisters = kGroups == 4 || CTAS == 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kGroups == 4   ? 112
+                                            : kGroups == 3 ? 160
+                                            : CTAS == 2    ? 104
+                                                           : 232,
+                       kProducerRegisters = kGroups > 2 || CTAS == 2 ? 32 : 40;
   // Fragments of 8 rows of x that a warpgroup stores; pairs of them that a warp stores at a time, with 512 bytes of
   // staging each.
   static constexpr int kFragments = MT / 8 / SLICES,
                        kPairs = pairs_at_a_time(kFragments / 2, CTAS == 1 ? 5 : 2);
-  // Whether one half of the warpgroups may be staggered behind the other, so that their epilogues alternate. With two
-  // warpgroups the signals cost the main loop too much.
-  static constexpr bool kStaggered = C == 4;
-  // With `gated` this many tiles of 16 rows of W of a CTA are of gate, and as many after them of the same columns of up: half
-  // a warpgroup or a whole one, so that the two halves of the warpgroups, which may be staggered, do not wait for each other.
-  static constexpr int kGatedTiles = C == 1 ? 2 : 4;
+  // Whether the warpgroups after the first kLeading ones may stay behind them, so that their epilogues alternate.
+  static constexpr bool kStaggered = C > 1 && SLICES == 1 && CTAS == 1;
+  static constexpr int kLeading = (C + 1) / 2;
   // Pairs of fragments whose gate and up are exchanged at a time: as many as there are registers for.
   static constexpr int kGatedPairs = pairs_at_a_time(kPairs, kConsumerRegisters < 120 ? 2 : kPairs);
   // Bytes of the sums that slices exchange: those of 192 rows of x take the place of x, which leaves no other room.
   static constexpr bool kExchangesInX = SLICES > 1 && MT > 128;
   static constexpr int kExchange = kExchangesInX ? 0 : (SLICES - 1) * C * MT * 256;
-  static constexpr int smem(int xs, int ws, int tile_bytes) {
-    return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange +
-           (xs + ws) * 16 + xs * 8;
-  }
+  static constexpr int kRings = XS * MT * kXSlotK * 2 + WS * C * 4 * TILE + (XS + WS) * 16;  // with barriers
+  // Whether a tile of y is staged whole, so that TMA stores it while the next one is multiplied: where there is room.
+  static constexpr bool kWhole =
+      SLICES == 1 && CTAS == 1 && MT >= 128 && kRings + C * MT * 128 <= kSharedBytes;
+  static constexpr int kWarpStaging = 512 * (kWhole ? MT / 16 : kPairs),
+                       kStaging = kGroups * 4 * kWarpStaging;
+  static constexpr int kSharedMemory = kStaging + kRings + kExchange;
 };
 
 // n / d for 0 <= n < 2^31 by reciprocal(d): an eighth of the instructions of a division, on the critical path from a
@@ -74,6 +78,7 @@ constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<
 #ifdef __CUDACC__
 #include "sm90/mma.cuh"
 #include "sm90/store_16.cuh"
+#include "sm90/tma.cuh"
 
 namespace gm {
 
@@ -127,56 +132,72 @@ struct TileScheduler {
   }
 };
 
-// The first of the 16 rows of W that are tile `index` as CTAs count them, and the first of their columns of y. With `gated`
-// TILES tiles of gate are followed by those of the same columns of up.
+// The first of the 16 rows of W that are tile `index` as CTAs count them, and the first of their columns of y.
 struct RowTile {
   int column, row;
 };
-template <int TILES>
+template <bool GATED>
 __device__ __forceinline__ RowTile row_tile(const GemmParams& p, int index) {
-  if (!p.gated) return {index * kTileRows, index * kTileRows};
-  const int column = (index / (2 * TILES) * TILES + index % TILES) * kTileRows;
-  return {column, (index & TILES) ? p.n + column : column};
+  if constexpr (GATED) {
+    const int column = (index / (2 * kGatedTiles) * kGatedTiles + index % kGatedTiles) * kTileRows;
+    return {column, (index & kGatedTiles) ? p.n + column : column};
+  } else {
+    return {index * kTileRows, index * kTileRows};
+  }
 }
 
-// Stores Y^T of 16 rows of W and PAIRS * 16 rows of x, held as accumulator fragments, to y[m0 .. m_end, n0 .. n0 + 16].
-// All pairs of fragments are transposed through shared memory together, 512 bytes each, so that latencies overlap.
-template <typename T, int PAIRS>
+// Stores Y^T of 16 rows of W per warp and PAIRS * 16 rows of x, held as accumulator fragments, to y[m0 .. m_end, n0 ..].
+// WARPS (1 or 4) call it together, for successive rows of W from n0 on, and store whole rows of theirs: 4 warps write lines
+// of 128 bytes. All pairs of fragments are transposed through shared memory together, so that latencies overlap.
+// staging: PAIRS * 512 bytes for each of the warps; barrier: a named one of 4 warps.
+template <typename T, int PAIRS, int WARPS = 1>
 __device__ __forceinline__ void store_fragments(const GemmParams& p, const float (&v)[PAIRS * 8],
                                                 const float (&by)[2], const float (&bias)[2],
-                                                uint32_t staging, int n0, int m0, int m_end) {
-  const int lane = threadIdx.x & 31;
-  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high). A row of 16 n is 32 bytes;
-  // its halves are swapped in every second group of four rows to avoid bank conflicts.
-  const int row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
-  const uint32_t matrix_row = staging + row * 32 + ((half ^ (row >> 2 & 1)) << 4);
-  const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
-  const uint32_t mine = staging + (lane >> 1) * 32 + (((lane & 1) ^ (lane >> 3 & 1)) << 4);
+                                                uint32_t staging, int n0, int m0, int m_end,
+                                                int barrier = 0) {
+  static_assert(WARPS == 1 || WARPS == 4);
+  constexpr int kChunks = WARPS * 2, kRowBytes = kChunks * 16, kPairBytes = 16 * kRowBytes;
+  const int thread = threadIdx.x & (WARPS * 32 - 1), lane = thread & 31;
+  const auto sync = [&] {
+    if constexpr (WARPS == 1)
+      __syncwarp();
+    else
+      bar_sync(barrier, WARPS * 32);
+  };
+  // Chunks of 16 bytes of a row of 16 n per warp, swapped among those of a row to avoid bank conflicts.
+  const auto at_chunk = [&](int row, int chunk) {
+    const int swapped = chunk ^ (WARPS == 1 ? row >> 2 & 1 : row & 7);
+    return staging + row * kRowBytes + swapped * 16;
+  };
+  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high).
+  const uint32_t matrix_row = at_chunk((lane >> 4) * 8 + (lane & 7), (thread >> 5) * 2 + (lane >> 3 & 1));
+  const int m = m0 + thread / kChunks, n = n0 + thread % kChunks * 8;
+  const uint32_t mine = at_chunk(thread / kChunks, thread % kChunks);
   const int64_t at = static_cast<int64_t>(m) * p.n + n;
-  const int rows = n < p.n ? m_end - m : 0;  // pair i has this lane's 8 elements if i * 16 < rows
-  __syncwarp();                              // the previous call has read the staging
+  const int rows = n < p.n ? m_end - m : 0;  // pair i has this thread's 8 elements if i * 16 < rows
+  sync();                                    // the previous call has read the staging
   if (p.residual != nullptr) {
     const T* from = static_cast<const T*>(p.residual) + at;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
       if (i * 16 < rows && p.vector) {
         const uint4 r = *reinterpret_cast<const uint4*>(from + i * 16 * static_cast<int64_t>(p.n));
-        st_shared(mine + i * 512, r);
+        st_shared(mine + i * kPairBytes, r);
       } else if (i * 16 < rows) {
 #pragma unroll 1
         for (int j = 0; j < 8 && n + j < p.n; ++j)
-          st_shared(mine + i * 512 + j * 2,
+          st_shared(mine + i * kPairBytes + j * 2,
                     reinterpret_cast<const uint16_t*>(from + i * 16 * static_cast<int64_t>(p.n))[j]);
       }
     }
-    __syncwarp();
+    sync();
   }
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     float add[8] = {bias[0], bias[0], bias[1], bias[1], bias[0], bias[0], bias[1], bias[1]};
     if (p.residual != nullptr) {
       uint32_t got[4];
-      ldmatrix_x4_trans(got, matrix_row + i * 512);
+      ldmatrix_x4_trans(got, matrix_row + i * kPairBytes);
 #pragma unroll
       for (int j = 0; j < 8; ++j) add[j] += Num<T>::to_float(reinterpret_cast<const T*>(&got[j >> 1])[j & 1]);
       __syncwarp();
@@ -189,14 +210,14 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
       packed[j] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 |
                   *reinterpret_cast<const uint16_t*>(&low);
     }
-    stmatrix_x4_trans(matrix_row + i * 512, packed);
+    stmatrix_x4_trans(matrix_row + i * kPairBytes, packed);
   }
-  __syncwarp();
+  sync();
   T* to = static_cast<T*>(p.y) + at;
   if (p.vector) {
     uint4 out[PAIRS];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * 512);
+    for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * kPairBytes);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
       if (i * 16 < rows) store_16(to + i * 16 * static_cast<int64_t>(p.n), out[i]);
@@ -207,8 +228,39 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
 #pragma unroll 1
     for (int j = 0; j < 8 && n + j < p.n; ++j) {
       reinterpret_cast<uint16_t*>(to + i * 16 * static_cast<int64_t>(p.n))[j] =
-          ld_shared<uint16_t>(mine + i * 512 + j * 2);
+          ld_shared<uint16_t>(mine + i * kPairBytes + j * 2);
     }
+  }
+}
+
+// Stores Y^T of 64 rows of W and PAIRS * 16 rows of x by TMA, held as accumulator fragments of a warpgroup, which calls it
+// together. The copy reads the staging, PAIRS * 2048 bytes in the 128-byte swizzle, after the call.
+template <typename T, int PAIRS>
+__device__ __forceinline__ void store_whole(const CUtensorMap& y_map, const float* v, const float (&by)[2],
+                                            const float (&bias)[2], uint32_t staging, int n0, int m0,
+                                            int barrier) {
+  const int thread = threadIdx.x & 127, lane = thread & 31;
+  const int row = (lane >> 4) * 8 + (lane & 7), chunk = (thread >> 5) * 2 + (lane >> 3 & 1);
+  const uint32_t matrix_row = staging + row * 128 + (chunk ^ (row & 7)) * 16;
+  if (thread == 0) tma_store_wait_read();  // the previous tile
+  bar_sync(barrier, 128);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const T low = Num<T>::round(fmaf(v[i * 8 + 2 * j], by[j & 1], bias[j & 1]));
+      const T high = Num<T>::round(fmaf(v[i * 8 + 2 * j + 1], by[j & 1], bias[j & 1]));
+      packed[j] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 |
+                  *reinterpret_cast<const uint16_t*>(&low);
+    }
+    stmatrix_x4_trans(matrix_row + i * 2048, packed);
+  }
+  fence_proxy_async();
+  bar_sync(barrier, 128);
+  if (thread == 0) {
+    tma_store(&y_map, staging, n0, m0);
+    tma_store_commit();
   }
 }
 
