@@ -3,6 +3,7 @@
 #pragma once
 #include "_attention_types_sm90.cuh"
 #include "sm90/ptx.cuh"
+#include "sm90/store_16.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -50,8 +51,7 @@ __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, flo
     }
     transpose_quad(w, lane);
     const int column = (b * 4 + (lane & 3)) * 8;
-    if (exists && column < columns)
-      *reinterpret_cast<uint4*>(to + column) = make_uint4(w[0], w[1], w[2], w[3]);
+    if (exists && column < columns) store_16(to + column, make_uint4(w[0], w[1], w[2], w[3]));
   }
 }
 

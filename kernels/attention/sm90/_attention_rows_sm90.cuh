@@ -154,8 +154,9 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
     if (row < work.rows && chunk * 8 < p.head_dim) {
       const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
       const uint4 value = ld_shared<uint4>(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4));
-      *reinterpret_cast<uint4*>(static_cast<typename Stored<T>::type*>(p.out) +
-                                (work.token + token) * p.out_token + head * p.out_head + chunk * 8) = value;
+      store_16(static_cast<typename Stored<T>::type*>(p.out) + (work.token + token) * p.out_token +
+                   head * p.out_head + chunk * 8,
+               value);
     }
   }
 }
