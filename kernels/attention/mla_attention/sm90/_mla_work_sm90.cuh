@@ -3,9 +3,11 @@
 //
 // A task is a block of 64 rows, which are (query, head) pairs, of one sequence. If that balances the load, every task
 // is cut into the same number of parts (or left whole), which are assigned round-robin. Otherwise the tiles of keys
-// of all tasks are cut into as many equal ranges as there are CTAs (stream-K). A CTA fetches the next range by an
-// atomic counter, until none is left. Only then are contexts that were cut merged: a CTA waits only for CTAs that
-// are running.
+// of all tasks are cut into as many equal ranges as there are CTAs (stream-K). Where all sequences have the same few
+// tasks, as decodes with 128 heads have, a range is one of the tiles of sequences, and a CTA takes it for one of their
+// tasks, a lane: the CTAs of a range run at the same time and share its keys in the L2 cache. A CTA fetches the next
+// range by an atomic counter, until none is left. Only then are contexts that were cut merged: a CTA waits only for
+// CTAs that are running.
 #pragma once
 #include "attention/sm90/_attention_work_sm90.cuh"
 
@@ -103,17 +105,19 @@ class MlaScheduler {
  public:
   __device__ __forceinline__ explicit MlaScheduler(const MlaParams& p) : p_(p) {
     unsigned tiles = 0;
-    int tasks = 0, max_tiles = 0;
+    int tasks = 0, max_tiles = 0, max_tasks = 0, some = 0;  // some: sequences that have tasks
 #pragma unroll 1
     for (chunk_ = 0; chunk_ < p.seqs; chunk_ += 32) {
       seq_ = mla_sequence(p, chunk_ + lane());
       tiles += seq_.tasks * seq_.tiles, tasks += seq_.tasks, max_tiles = max(max_tiles, seq_.tiles);
+      max_tasks = max(max_tasks, seq_.tasks), some += seq_.tasks > 0;
     }
     chunk_ -= 32;
     tiles = __reduce_add_sync(0xffffffffu, tiles), tasks = __reduce_add_sync(0xffffffffu, tasks);
     max_tiles = __reduce_max_sync(0xffffffffu, max_tiles);
+    max_tasks = __reduce_max_sync(0xffffffffu, max_tasks), some = __reduce_add_sync(0xffffffffu, some);
     const unsigned ctas = gridDim.x;
-    parts_ = 1;
+    parts_ = lanes_ = 1;
     unsigned longest = max_tiles;  // most tiles of a CTA under round-robin
     if (tasks > ctas)
       longest *= (tasks + ctas - 1) / ctas;
@@ -122,17 +126,24 @@ class MlaScheduler {
       longest = (max_tiles + parts_ - 1) / parts_;
     round_robin_ = p.slack < 0 || longest <= tiles / ctas + p.slack;
     if (!round_robin_) parts_ = 1;
-    items_ = round_robin_ ? tasks * parts_ : tiles;
-    ranges_ = min(round_robin_ ? items_ : (tiles + p.least - 1) / p.least, ctas);
-    share_ = ranges_ > 0 ? items_ / ranges_ : 0, extra_ = items_ - share_ * ranges_;
+    // Few enough lanes that all CTAs but one in 32 have one.
+    if (!round_robin_ && max_tasks > 1 && some * max_tasks == tasks && max_tasks * 8u <= ctas &&
+        ctas % max_tasks * 32 <= ctas)
+      lanes_ = max_tasks;
+    items_ = round_robin_ ? tasks * parts_ : tiles / lanes_;
+    per_lane_ = round_robin_ ? min(items_, ctas) : min((items_ + p.least - 1) / p.least, ctas / lanes_);
+    share_ = per_lane_ > 0 ? items_ / per_lane_ : 0, extra_ = items_ - share_ * per_lane_;
     sum_tasks();
   }
 
   // Number of ranges, at most that of CTAs.
-  __device__ __forceinline__ int ranges() const { return ranges_; }
+  __device__ __forceinline__ int ranges() const { return per_lane_ * lanes_; }
 
-  __device__ __forceinline__ void start(int range) {
-    range_ = range;
+  // ticket: of the ranges in the order in which they are taken, the lanes of a range one after the other.
+  __device__ __forceinline__ void start(int ticket) {
+    const int range = lanes_ == 1 ? ticket : ticket / lanes_;
+    lane_of_range_ = ticket - range * lanes_;
+    range_ = lane_of_range_ * per_lane_ + range;  // those of a task are neighbours
     item_ = round_robin_ ? range : bound(range), end_ = round_robin_ ? items_ : bound(range + 1);
     if (chunk_ != 0) load(0);
     base_ = 0;
@@ -157,8 +168,8 @@ class MlaScheduler {
     const unsigned tiles = __shfl_sync(0xffffffffu, seq_.tiles, from);
     seq = chunk_ + from;
     const unsigned within = item_ - before, per = round_robin_ ? parts_ : tiles;
-    const unsigned task = tasks == 1 ? 0 : within / per,
-                   place = within - task * per;  // part or tile of the task
+    const unsigned in_lane = tasks == 1 || lanes_ > 1 ? 0 : within / per, task = in_lane + lane_of_range_,
+                   place = within - in_lane * per;  // part or tile of the task
     unsigned first = place, count = min(tiles - place, end_ - item_);
     work.slot = -1, work.part = 0, work.parts = 1, work.first_range = range_;
     if (round_robin_) {
@@ -168,12 +179,13 @@ class MlaScheduler {
         work.part = place, work.parts = parts_, work.first_range = range_ - place;
       }
     } else if (count < tiles) {
-      const unsigned begin = before + task * tiles;
-      work.first_range = range_of(begin);
-      work.part = range_ - work.first_range, work.parts = range_of(begin + tiles - 1) - work.first_range + 1;
+      const unsigned begin = before + in_lane * tiles;
+      const int first_range = range_of(begin);
+      work.first_range = lane_of_range_ * per_lane_ + first_range;
+      work.part = range_ - work.first_range, work.parts = range_of(begin + tiles - 1) - first_range + 1;
     }
     if (work.parts > 1) work.slot = range_ * 2 + (work.part == 0);
-    item_ += round_robin_ ? ranges_ : count;
+    item_ += round_robin_ ? per_lane_ : count;
 
     work.kind = kAttend, work.token = token, work.position = context - queries;
     work.row0 = task * MlaShape::kRows;
@@ -190,9 +202,10 @@ class MlaScheduler {
   MlaSequence seq_;  // of this lane, in the current chunk of 32 sequences
   int chunk_;
   unsigned sum_;  // prefix sum of the items of the chunk's sequences
-  unsigned items_, ranges_, share_, extra_, item_, end_, base_;
-  unsigned parts_;  // of each task under round-robin
-  int range_;
+  unsigned items_, per_lane_, share_, extra_, item_, end_, base_;  // items_, per_lane_ (ranges): of a lane
+  unsigned parts_;                                                 // of each task under round-robin
+  int lanes_;                                                      // 1: all tasks one after the other
+  int range_, lane_of_range_;
   bool round_robin_;
 
   __device__ __forceinline__ static int lane() { return threadIdx.x & 31; }
@@ -202,7 +215,7 @@ class MlaScheduler {
     sum_tasks();
   }
   __device__ __forceinline__ void sum_tasks() {
-    sum_ = seq_.tasks * (round_robin_ ? parts_ : seq_.tiles);
+    sum_ = lanes_ > 1 ? seq_.tiles : seq_.tasks * (round_robin_ ? parts_ : seq_.tiles);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const unsigned other = __shfl_up_sync(0xffffffffu, sum_, step);
