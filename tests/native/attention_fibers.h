@@ -85,6 +85,7 @@ inline void cp_async_4(uint32_t to, const void* from, uint32_t bytes) {
   fibers::copies[fibers::current].back().push_back({to, from, bytes, 4});
 }
 inline unsigned atomic_inc_acq_rel(unsigned* at) { return atomic_add(at, 1u); }
+inline void store_16(void* to, uint4 words) { std::memcpy(to, &words, 16); }
 inline float exp2_approx(float v) { return std::exp2(v); }
 inline float rcp_approx(float v) { return 1 / v; }
 inline float fmax_nan(float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); }
@@ -116,6 +117,20 @@ inline float __shfl_xor_sync(uint32_t, float value, int mask) {
 inline float __shfl_sync(uint32_t, float value, int from) {
   return gm::float_of(
       gm::of_warp(uint64_t(uint32_t(gm::bits_of(value))), [=](auto given) { return int(given(from)); }));
+}
+template <typename Fold>
+int reduce_warp(int value, Fold fold) {
+  return gm::of_warp(uint64_t(uint32_t(value)), [=](auto given) {
+    int result = int(given(0));
+    for (int lane = 1; lane < 32; ++lane) result = fold(result, int(given(lane)));
+    return result;
+  });
+}
+inline int __reduce_min_sync(uint32_t, int value) {
+  return reduce_warp(value, [](int a, int b) { return std::min(a, b); });
+}
+inline int __reduce_max_sync(uint32_t, int value) {
+  return reduce_warp(value, [](int a, int b) { return std::max(a, b); });
 }
 inline size_t __cvta_generic_to_shared(const void* at) { return gm::smem_u32(at); }
 inline bool __any_sync(uint32_t, bool value) { return gm::ballot(value) != 0; }

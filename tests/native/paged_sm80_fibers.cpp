@@ -80,6 +80,7 @@ extern "C" int decode_on_cpu(const PagedCall* call) {
   gm::DecodeParams p{};
   fill_params(c, &p);
   p.pieces = c.ctas / c.kv_heads, p.sequence_cost = c.seqs > 1 ? gm::kSequenceCost : 0;
+  p.even = gm::even_pieces(c.seqs, p.pieces);
   std::pair<gm::DecodeParams, gm::SoftCap<true>> parameters{p,
                                                             gm::soft_cap(c.softcap, c.codes ? 0.f : c.scale)};
 #define RUN(C, D, N, CAP)                                                                                \

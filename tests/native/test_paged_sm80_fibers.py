@@ -192,6 +192,27 @@ def test_decode(library: ctypes.CDLL, text: str) -> None:
     assert run(library, "decode_on_cpu", text, ctas=2 + 5 * (order > 0), order=order)
 
 
+EQUAL = (  # and CTAs
+    ("q_tokens=3,seqs=3,max_q=1,max_ctx=1000,total_ctx=3000,heads=4,kv_heads=1,head_dim=256,lse=true", 12),
+    (
+        "q_tokens=4,seqs=2,max_q=2,max_ctx=300,total_ctx=600,heads=16,kv_heads=2,head_dim=64,softcap=true,sinks=true",
+        4,
+    ),
+    (
+        "q_tokens=3,seqs=3,max_q=1,max_ctx=515,total_ctx=1540,heads=2,kv_heads=1,head_dim=80,kv=fp8,kv_scale=token,lse=true",
+        6,
+    ),
+    ("q_tokens=7,seqs=7,max_q=1,max_ctx=129,total_ctx=903,heads=8,kv_heads=2,head_dim=256,window=128", 8),
+)
+"""Contexts that are about equal: four pieces, one and two for each of them, and up to two of them in a piece."""
+
+
+@pytest.mark.parametrize(("text", "ctas"), EQUAL)
+def test_decode_of_equal_contexts(library: ctypes.CDLL, text: str, ctas: int) -> None:
+    """None begins within a piece."""
+    assert run(library, "decode_on_cpu", text, ctas=ctas, order=ctas % 3)
+
+
 @pytest.mark.parametrize("x", [torch.float16, torch.bfloat16])
 def test_every_code(library: ctypes.CDLL, x: torch.dtype) -> None:
     """Subnormals, zeros with a sign and NaN among them."""

@@ -23,6 +23,7 @@ struct DecodeParams {
   int k_slot, v_slot;                                         // in bytes
   int seqs, heads, kv_heads, head_dim, group, window, page, pieces;
   int sequence_cost;  // fixed cost of a sequence, in steps
+  int even;  // of contexts that are about equal: pieces of each, or contexts of a piece; 0: they are cut like others
   uint32_t by_page, by_group;
   float scale_log2;
   // For caches of e4m3 codes, whose scores are log2-scaled already (scale_log2 is 1):
@@ -36,6 +37,16 @@ struct DecodeParams {
 // Fixed cost of a sequence for a CTA, in steps: 3 to 4 us, in which a CTA reads 8 steps of 8 KB. A multiple of the
 // number of warps, so that each warp has as many steps of a context's piece.
 constexpr int kSequenceCost = 8;
+// Steps of a part of one of several equal contexts, at least.
+constexpr int kLeastEven = 8;
+
+// DecodeParams::even of a batch: 0 where more than a sixteenth of the pieces would be left over.
+inline int even_pieces(int seqs, int pieces) {
+  if (seqs == 1) return 0;
+  const int each = seqs <= pieces ? pieces / seqs : (seqs + pieces - 1) / pieces;
+  const int used = seqs <= pieces ? seqs * each : (seqs + each - 1) / each;
+  return used * 16 >= pieces * 15 ? each : 0;
+}
 
 // D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches.
 template <int D, int N, int BYTES = 2>

@@ -23,7 +23,7 @@ Instance* decode_instance(Instance (&all)[COUNT], const GmPagedAttentionCall& ca
   return nullptr;
 }
 
-// All but pieces and sequence_cost. False where rows of the tensors do not begin at multiples of 16 bytes. counters_at,
+// All but pieces, sequence_cost and even. False where rows of the tensors do not begin at multiples of 16 bytes. counters_at,
 // parts_at: places in the workspace.
 inline bool fill_params(const GmPagedAttentionCall& call, const PagedSizes& s, int64_t counters_at,
                         int64_t parts_at, DecodeParams* to) {

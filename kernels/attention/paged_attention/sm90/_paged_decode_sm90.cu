@@ -55,6 +55,7 @@ GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
   p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
+  p.even = gm::even_pieces(s.seqs, p.pieces);
   const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.sequence_cost;
   const int64_t max_pieces = (int64_t(s.seqs) * each + 3) / 4;
   const gm::Launch shape{.grid_x = unsigned((max_pieces < p.pieces ? max_pieces : p.pieces) * s.kv_heads),

@@ -11,6 +11,8 @@
 // the workspace; the CTA that arrives last reduces them in the order of the keys. So a launch needs no plan, its
 // result does not depend on timing, and a captured graph stays right when lengths change.
 #pragma once
+#include <climits>
+
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_paged_decode_step_sm90.cuh"
 
@@ -27,6 +29,14 @@ struct Codes {
   using Out = RuntimeHalf;
   static constexpr int kBytes = 1;
 };
+
+// A part of the context of a KV head in the workspace, that of piece `piece`: [N, D] sums, then [N] maxima and sums of weights. A
+// context's first piece uses the second of the CTA's two.
+template <int D, int N>
+__device__ __forceinline__ float* part_of(const DecodeParams& p, int piece, int first, int head) {
+  constexpr int kPart = N * (D + 2);
+  return p.parts + static_cast<int64_t>((piece * p.kv_heads + head) * 2 + (piece == first)) * kPart;
+}
 
 // Epilogue of a segment: reduces the sums of the warps, and writes the result to the output or, if other CTAs have
 // parts of the context, to the workspace; the CTA that finishes last reduces all parts.
@@ -67,22 +77,27 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
   // First and last piece that have a part of the context.
   const int first = start / piece_steps, final = (start + segment.seq.steps - 1) / piece_steps;
   const bool whole = first == final;
-  constexpr int kPart = N * (D + 2);     // floats of a part
-  const auto part_at = [&](int piece) {  // a context's first piece uses the second of the CTA's two
-    return p.parts + static_cast<int64_t>((piece * p.kv_heads + segment.head) * 2 + (piece == first)) * kPart;
-  };
+  const auto part_at = [&](int piece) { return part_of<D, N>(p, piece, first, segment.head); };
   float* own = part_at((start + segment.from) / piece_steps);
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * (D / 4); i += S::kThreads) {
     const int row = i / (D / 4), element = i % (D / 4) * 4;
+    float2 stat[S::kWarps];
     RowPart sum{make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) {
-      const float2 stat = stats[w * N + row];
-      if (stat.y == 0.f) continue;  // this warp saw no key
-      RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), stat.x, stat.y};
-      add_before(part, sum, p.scale_log2);
-      sum = part;
+      stat[w] = stats[w * N + row];
+      if (stat[w].y != 0.f) sum.m = fmaxf(sum.m, stat[w].x);  // this warp saw keys
+    }
+    const float base = sum.m == -INFINITY ? 0.f : __fmul_rn(sum.m, p.scale_log2);
+#pragma unroll
+    for (int w = 0; w < S::kWarps; ++w) {
+      if (stat[w].y == 0.f) continue;
+      const float4 v = *reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element);
+      const float by = exp2_approx(__fmaf_rn(stat[w].x, p.scale_log2, -base));
+      sum.o.x = fmaf(by, v.x, sum.o.x), sum.o.y = fmaf(by, v.y, sum.o.y);
+      sum.o.z = fmaf(by, v.z, sum.o.z), sum.o.w = fmaf(by, v.w, sum.o.w);
+      sum.l = fmaf(by, stat[w].y, sum.l);
     }
     if (whole) {
       write_part<T>(p, segment.seq.token, segment.head, row, element, sum);
@@ -100,12 +115,50 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
   }
   __syncthreads();
   if (!last) return;
-  write_parts<T, D, 16>(p, segment.seq.token, segment.head, rows, final - first + 1, threadIdx.x, S::kThreads,
-                        [&](int part, int row) {
-                          const float* from = part_at(first + part);
-                          return PartAddress{from + row * D,
-                                             reinterpret_cast<const float2*>(from + N * D) + row};
-                        });
+  // A thread adds four elements of a row, or twice four where there are more rows, and has this many parts on their way at a time. More
+  // would take registers from the loop over keys.
+  constexpr int kSlots = N == 8 ? 12 : 8, kHalf = kSlots / 2;
+  const int parts = final - first + 1, pieces = rows * (D / 4);
+  const bool both = pieces > S::kThreads;
+  const int ahead = both ? kHalf : kSlots;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pieces; i += both ? 2 * S::kThreads : S::kThreads) {
+    RowPart sum, other;  // of the first four elements, and of the second
+#pragma unroll 1
+    for (int c = 0; c < parts; c += ahead) {
+      RowPart read[kSlots];
+      // Slots from kHalf on are of the second four elements, or of later parts of the first ones.
+      const auto each = [&](auto work) {
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+          const bool second = both && slot >= kHalf;
+          const int part = c + slot - (second ? kHalf : 0), at = i + (second ? S::kThreads : 0);
+          if (part < parts && at < pieces) work(read[slot], part, at, second);
+        }
+      };
+      each([&](RowPart& to, int part, int at, bool) {
+        const int row = at / (D / 4);
+        const float* from = part_at(first + part);
+        to.o = __ldcg(reinterpret_cast<const float4*>(from + row * D + at % (D / 4) * 4));
+        const float2 stat = __ldcg(reinterpret_cast<const float2*>(from + N * D) + row);
+        to.m = stat.x, to.l = stat.y;
+      });
+      each([&](RowPart& mine, int part, int, bool second) {
+        RowPart before = sum;
+        if (second) before = other;
+        if (part > 0) add_before(mine, before, p.scale_log2);
+        if (second)
+          other = mine;
+        else
+          sum = mine;
+      });
+    }
+    const auto write = [&](int at, const RowPart& result) {
+      write_part<T>(p, segment.seq.token, segment.head, at / (D / 4), at % (D / 4) * 4, result);
+    };
+    write(i, sum);
+    if (both && i + S::kThreads < pieces) write(i + S::kThreads, other);
+  }
 }
 
 template <typename C, int D, int N, bool CAP>
@@ -197,13 +250,13 @@ __device__ __forceinline__ int least_piece(int steps, int seqs) {
   return (least + S::kWarps - 1) / S::kWarps * S::kWarps;
 }
 
-// Steps of the sequences of the threads before this one, and of all sequences.
+// Steps of the sequences of the threads before this one, and of all sequences; the fewest and the most that one has.
 struct StepSums {
-  int before, all;
+  int before, all, fewest, most;
 };
 
-// Prefix sum over the CTA. totals: shared memory, one per warp. By all threads.
-__device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
+// Prefix sum over the CTA. mine, fewest, most: of this thread's sequences. totals: shared memory, three per warp. By all threads.
+__device__ __forceinline__ StepSums sum_steps(int mine, int fewest, int most, int* totals, int warps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int sum = mine;
 #pragma unroll
@@ -211,12 +264,14 @@ __device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) 
     const int other = __shfl_up_sync(0xffffffffu, sum, lanes);
     if (lane >= lanes) sum += other;
   }
-  if (lane == 31) totals[warp] = sum;
+  fewest = __reduce_min_sync(0xffffffffu, fewest), most = __reduce_max_sync(0xffffffffu, most);
+  if (lane == 31) totals[warp * 3] = sum, totals[warp * 3 + 1] = fewest, totals[warp * 3 + 2] = most;
   __syncthreads();
-  StepSums sums{sum - mine, 0};
+  StepSums sums{sum - mine, 0, fewest, most};
   for (int w = 0; w < warps; ++w) {
-    if (w < warp) sums.before += totals[w];
-    sums.all += totals[w];
+    if (w < warp) sums.before += totals[w * 3];
+    sums.all += totals[w * 3];
+    sums.fewest = min(sums.fewest, totals[w * 3 + 1]), sums.most = max(sums.most, totals[w * 3 + 2]);
   }
   return sums;
 }
@@ -225,30 +280,50 @@ template <typename C, int D, int N, bool CAP>
 __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCap<CAP>& cap) {
   using S = DecodeShape<D, N, C::kBytes>;
   extern __shared__ __align__(128) uint8_t smem[];
-  __shared__ int totals[S::kWarps], found[2];
+  __shared__ int totals[S::kWarps * 3], found[2];
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
   Segment segment;
   segment.head = blockIdx.x - piece * p.kv_heads;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
-  int mine = 0;
-  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
-    mine += cost_of(p, decode_sequence<S::kStep>(p, i));
-  const StepSums sums = sum_steps(mine, totals, S::kWarps);
-  const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, least_piece<S, D, N>(sums.all, p.seqs));
-  const int begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
-  if (begin >= stop) return;
-  if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
-  __syncthreads();
-  segment.index = found[0];
-  for (int start = found[1]; start < stop; ++segment.index) {  // of the sequence
+  int mine = 0, fewest = INT_MAX, most = 0;
+  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i) {
+    const DecodeSequence seq = decode_sequence<S::kStep>(p, i);
+    mine += cost_of(p, seq), fewest = min(fewest, seq.steps), most = max(most, seq.steps);
+  }
+  const StepSums sums = sum_steps(mine, fewest, most, totals, S::kWarps);
+  const int least = least_piece<S, D, N>(sums.all, p.seqs);
+  int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, least);
+  // Of contexts that are about equal none begins within a piece: each has p.even pieces, or each piece so many contexts. span: steps of
+  // a context then, whose beginning costs nothing.
+  int span = 0;
+  if (p.even > 0 && sums.fewest * 16 >= sums.most * 15) {
+    const int parts = p.seqs <= p.pieces ? p.even : 1, of_part = (sums.most + parts - 1) / parts;
+    if (of_part >= max(least, kLeastEven)) {
+      const int whole = (of_part + S::kWarps - 1) / S::kWarps * S::kWarps;
+      span = whole * parts, piece_steps = p.seqs <= p.pieces ? whole : span * p.even;
+    }
+  }
+  const int begin = piece * piece_steps,
+            stop = span > 0 ? begin + piece_steps : min(begin + piece_steps, sums.all);
+  if (begin >= (span > 0 ? span * p.seqs : sums.all)) return;
+  int start;
+  if (span > 0) {
+    segment.index = begin / span, start = segment.index * span;
+  } else {
+    if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
+    __syncthreads();
+    segment.index = found[0], start = found[1];
+  }
+  const int lead = span > 0 ? 0 : p.sequence_cost;
+  for (; start < stop && p.seqs > segment.index; ++segment.index) {  // of the sequence
     segment.seq = decode_sequence<S::kStep>(p, segment.index);
-    const int steps_at = start + p.sequence_cost;
+    const int steps_at = start + lead;
     segment.from = max(begin - steps_at, 0);
     segment.count = min(stop - steps_at, segment.seq.steps) - segment.from;
     if (segment.count > 0) process_segment<C, D, N, CAP>(p, cap, smem, segment, steps_at, piece_steps);
-    start += cost_of(p, segment.seq);
+    start += span > 0 ? span : cost_of(p, segment.seq);
   }
 }
 
