@@ -232,40 +232,48 @@ __device__ __forceinline__ void allocate_units(const AttentionParams& p, uint8_t
 template <class S>
 __device__ __forceinline__ void sort_few(const AttentionParams& p, uint8_t* smem) {
   const int lane = threadIdx.x & 31;
+  const bool one = p.seqs == 1;  // every lane reads it, and none waits for another
   Sequence seq{0, 0, 0, lane};
-  if (lane < p.seqs) seq = sequence_at(p, lane);
+  if (lane < p.seqs || one) seq = sequence_at(p, one ? 0 : lane);
   const Share share = share_of<S>(p, seq);
   int rank = 0;
 #pragma unroll 1
-  for (int o = 0; o < p.seqs; ++o) {
+  for (int o = one ? 1 : 0; o < p.seqs; ++o) {
     const unsigned other = __shfl_sync(0xffffffffu, share.key, o);
     rank += other > share.key || (other == share.key && o < lane);
   }
   if (lane < p.seqs)
     reinterpret_cast<int4*>(smem + S::kOrder)[rank] =
         make_int4(seq.token, seq.queries, seq.context, seq.index);
-  const int counts[] = {share.is_long, share.is_long ? share.pieces : 0, share.is_long ? share.work : 0,
-                        share.is_long ? 0 : share.pieces, share.is_long ? 0 : share.work};
+  int counts[] = {share.is_long, share.is_long ? share.pieces : 0, share.is_long ? share.work : 0,
+                  share.is_long ? 0 : share.pieces, share.is_long ? 0 : share.work};
   static_assert(kLong == 0 && kShortWork == 4, "the order of counts");
+  if (!one) {
 #pragma unroll
-  for (int i = 0; i < 5; ++i) {
-    const int total = __reduce_add_sync(0xffffffffu, counts[i]);
-    if (lane == 0) reinterpret_cast<int*>(smem + S::kTotals)[i] = total;
+    for (int i = 0; i < 5; ++i) counts[i] = __reduce_add_sync(0xffffffffu, counts[i]);
+  }
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) reinterpret_cast<int*>(smem + S::kTotals)[i] = counts[i];
   }
   __syncwarp();
-  allocate_units<S>(p, smem);
+  if (counts[kLong] < p.seqs) allocate_units<S>(p, smem);
 }
 
-// The same for up to kSorted sequences, by all threads. Begins with a barrier of them; up to kFew are left to the
-// scheduler warp.
+// Before a kernel waits for the one ahead of it, by all threads. Ends with a barrier.
+template <class S>
+__device__ __forceinline__ void clear_totals(uint8_t* smem) {
+  if (threadIdx.x < 8) reinterpret_cast<int*>(smem + S::kTotals)[threadIdx.x] = 0;
+  __syncthreads();
+}
+
+// As sort_few for up to kSorted sequences, by all threads; up to kFew are left to the scheduler warp. After clear_totals.
 template <class S>
 __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
   int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
   unsigned* costs = reinterpret_cast<unsigned*>(smem + S::kCosts);
   int* totals = reinterpret_cast<int*>(smem + S::kTotals);
   const int tid = threadIdx.x;
-  if (tid < 8) totals[tid] = 0;
-  __syncthreads();
   if (p.seqs <= kFew) {
     if (tid / 32 == S::kGroups * 4) sort_few<S>(p, smem);  // the first producer warp
     return;
@@ -311,7 +319,8 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
   const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
   const int lane = threadIdx.x & 31;
   while (queue.rank < queue.end) {
-    const int at = queue.rank + lane;
+    const bool one = queue.end - queue.rank == 1;  // then every lane has it
+    const int at = queue.rank + (one ? 0 : lane);
     Sequence seq{0, 0, 0, 0};
     int unit = -1, parts = 1;
     if (at < queue.end) {
@@ -330,10 +339,12 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     const int pieces =
         quotient(seq.queries + p.tile_q - 1, p.tile_q, p.by_tile_q) * p.kv_heads * (unit >= 0 ? parts : 1);
     int sum = pieces;
+    if (!one) {
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+      }
     }
     const unsigned past = __ballot_sync(0xffffffffu, queue.base + sum > item);
     if (past == 0) {

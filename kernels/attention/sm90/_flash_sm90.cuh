@@ -12,12 +12,14 @@
 //   kFills, kFence         arrivals that fill a slot; whether the generic proxy writes it
 //   kMaps                  tensors that TMA reads: of q alone, or of q, k and v
 //   kPairs                 whether tiles without masks have a loop of their own, two at a time, each in its slot
+//   kTurns                 whether the consumers issue their products in turn
 //   kReloads               whether get_work still has the work tile when its results are written; with kKeepsQ it must
 //   kWindow                whether there may be a sliding window, which ends with the keys that a row sees
 //   kTwoSided              whether a row's window has an own beginning (first_seen, seen_from), also where the context
 //                          ends within it
 //   kProducerRegisters, kConsumerRegisters
-//   prepare, produce       set-up by all threads; the producer warpgroup
+//   begin, prepare         set-up by all threads, before and after the kernel ahead has ended; one has a barrier of all of them
+//   produce                the producer warpgroup
 //   Work, get_work         a work tile: rows (0: no more), end (of its keys), first, count (tiles of keys)
 //   shares                 whether two consumers have the same rows, and alternate tiles of keys
 //   seen, seen_whole       keys visible to a row; tiles that need no causal mask
@@ -30,6 +32,7 @@
 #include <cstdint>
 
 #include "_attention_types_sm90.cuh"
+#include "_bounded_weights_sm90.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -113,16 +116,6 @@ __device__ __forceinline__ float softmax(float (&s)[N], Accumulators<D>& acc, fl
   return early;
 }
 
-// Masks the scores of keys before begins[r] and from ends[r] on, counted from this thread's first key, with -inf.
-template <int N>
-__device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2], const int (&ends)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int key = (i >> 2) * 8 + (i & 1), r = i >> 1 & 1;
-    s[i] = key >= begins[r] && key < ends[r] ? s[i] : -INFINITY;
-  }
-}
-
 // The descriptor of shared memory `units` of 16 bytes further on: its address is in the low half, and a 64-bit sum
 // would also add to the high one, for each product anew. Heads of 256 elements have no registers for that.
 template <int D>
@@ -157,7 +150,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   const auto next_turn = [&] {
     return turn_of(kGroups == 2 ? group ^ 1 : group + 1 < kGroups ? group + 1 : 0);
   };
-  if (group == kGroups - 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
+  if (K::kTurns && group == kGroups - 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
   int tile = 0;
   const uint32_t zero = opaque_zero();
 #pragma unroll 1
@@ -187,19 +180,31 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
 
     Accumulators<D> acc;
     acc.clear();
-    float s[kKeys / 2], factor[2];
+    float s[kKeys / 2], factor[2] = {1.f, 1.f};
+    // Whether scores are those of bounded_weights, which are made of inverses once their place is free.
+    const bool bounded = K::Scores::kBounded && scores.in_pairs(cap);
+    float rounded[2] = {0.f, 0.f};
     uint32_t weights[kKeys / 16][4];
-    // Turns the scores of a tile into weights.
+    // Turns the scores of a tile into weights, or bounded ones into inverses. Returns a number as softmax does.
     const auto softmax_tile = [&](int i) {
-      scores.template adjust<false>(p, cap, smem, mine, s, tile + i);
+      if (!bounded) scores.template adjust<false>(p, cap, smem, mine, s, tile + i);
       const int n = top - i;
-      if (n >= seen_to || (K::kWindow && n < seen_from)) {
-        const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
-        int begins[2];
+      const bool masked = n >= seen_to || (K::kWindow && n < seen_from);
+      int begins[2], ends[2];
+      if (masked) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
+        for (int r = 0; r < 2; ++r) {
+          ends[r] = limit[r] - n * kKeys;
           begins[r] = K::kTwoSided ? begin[r] - n * kKeys : K::kWindow ? ends[r] - reach : INT_MIN;
-        mask_scores(s, begins, ends);
+        }
+        mask_scores(s, begins, ends, bounded ? 0.f : -INFINITY);
+      }
+      if constexpr (K::Scores::kBounded) {
+        if (bounded) {
+          cap.to_inverses(s);  // what is hidden may be no number: it was a score of 0
+          if (masked) mask_scores(s, begins, ends, INFINITY);
+          return some_of(s);
+        }
       }
       const float2 before = make_float2(acc.l[0], acc.l[1]);
       const float early = softmax<false>(s, acc, factor, scores.scale_log2, zero);
@@ -222,18 +227,12 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
                             advanced<S::kQueryDim>(k, (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2), j > 0);
       wgmma_commit();
     };
-    // At most 128 elements of the values per instruction.
     const auto issue_pv = [&](uint32_t values, int add) {
       const uint64_t v = swizzle128_descriptor(values, 1024, kKeys * 128);
-      constexpr int kWide = D < 128 ? D : 128;
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j)
-#pragma unroll
-        for (int h = 0; h < D / kWide; ++h)
-          Wgmma<T, kWide>::template rs<kMajorMN>(
-              *reinterpret_cast<float (*)[kWide / 2]>(&acc.o[h * kWide / 2]), weights[j],
-              advanced<S::kQueryDim>(v, h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4)),
-              j > 0 ? 1 : add);
+        Wgmma<T, D>::template rs<kMajorMN>(acc.o, weights[j], advanced<S::kQueryDim>(v, j * (2048 >> 4)),
+                                           j > 0 ? 1 : add);
       wgmma_commit();
     };
     const auto keys_of = [&](int i) {
@@ -250,6 +249,9 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) rescale_always();
     };
     const auto convert_weights = [&] {
+      if constexpr (K::Scores::kBounded) {
+        if (bounded) return bounded_weights(s, cap, acc.l, rounded, weights);
+      }
 #pragma unroll
       for (int j = 0; j < kKeys / 4; ++j) weights[j >> 2][j & 3] = packed<T>(s[2 * j], s[2 * j + 1]);
     };
@@ -263,10 +265,10 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       values_landed(i);
     };
     const auto order_wait = [&] {
-      if (!shared) bar_sync(turn_of(group), 256);
+      if (K::kTurns && !shared) bar_sync(turn_of(group), 256);
     };
     const auto order_arrive = [&] {
-      if (!shared) bar_arrive(next_turn(), 256);
+      if (K::kTurns && !shared) bar_arrive(next_turn(), 256);
     };
     // Once the scores of tile i are there, Q's place is free if they are the last ones: the next Q arrives during the
     // softmax and the products that are left. Rows of codes have scales until the end.
@@ -294,7 +296,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       constexpr int kSlot = decltype(slot)::value, kOther = kSlot ^ 1;
       mbar_wait(bars.k_full(kSlot), parity);
       if constexpr (K::kFence) fence_proxy_async();
-      bar_sync(turn_of(group), 256);
+      if constexpr (K::kTurns) bar_sync(turn_of(group), 256);
       wgmma_fence();
       issue_qk(base + S::kK + kSlot * S::kKeyTile);
       mbar_wait(bars.v_full(kOther), kSlot == 0 ? parity ^ 1 : parity);
@@ -302,11 +304,20 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       wgmma_fence_operand(acc.o);
       wgmma_fence();
       issue_pv(base + S::kV + kOther * S::kValueTile, 1);
-      bar_arrive(next_turn(), 256);
+      if constexpr (K::kTurns) bar_arrive(next_turn(), 256);
       wgmma_wait<1>();
       wgmma_fence_operand(s);
       release(bars.k_empty(kSlot));
       if constexpr (kSlot == 1) free_q(i);
+      if constexpr (K::Scores::kBounded) {
+        cap.to_inverses(s);
+        if (some_of(s) < 0.f) mbar_arrive(bars.q_full());  // never, as below
+        wgmma_wait<0>();
+        wgmma_fence_operand(acc.o);
+        release(bars.v_empty(kOther));
+        bounded_weights(s, cap, acc.l, rounded, weights);
+        return;
+      }
       scores.template adjust<true>(p, cap, smem, mine, s, tile + i);
       const float2 before = make_float2(acc.l[0], acc.l[1]);
       const float early = softmax<(D <= 128)>(s, acc, factor, scores.scale_log2, zero);
@@ -395,7 +406,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         wgmma_fence_operand(s);
         // Never true, since sums of weights are not negative. ptxas would hoist the wait above the exponentials, but
         // not across such a branch. tests/kernels/test_sm90_cubins.py checks the order.
-        if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());
+        if ((bounded ? early : acc.l[0] + acc.l[1]) < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         wgmma_fence_operand(acc.o);
         release(bars.v_empty(tile + i - step));
@@ -415,9 +426,17 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       for (int r = 0; r < 2; ++r) {
         acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 1);
         acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 2);
+        if constexpr (K::Scores::kBounded) {
+          rounded[r] += __shfl_xor_sync(0xffffffffu, rounded[r], 1);
+          rounded[r] += __shfl_xor_sync(0xffffffffu, rounded[r], 2);
+          // All that follows divides by the sum of the weights, whose maximum then is 2^0.
+          if (bounded) acc.m[r] = acc.l[r] == 0.f ? -INFINITY : 0.f;
+          factor[r] = bounded && acc.l[r] != 0.f ? __fdividef(acc.l[r], rounded[r]) : 1.f;
+        }
       }
       wgmma_wait<0>();
       wgmma_fence_operand(acc.o);
+      if constexpr (K::Scores::kBounded) rescale_always();
       release(bars.v_empty(tile + i - step));
       if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
     } else {
@@ -466,9 +485,10 @@ __device__ __forceinline__ void flash_attention(const typename K::Params& p, con
     prefetch_tensormap(&q_map);
     if constexpr (K::kMaps == 3) prefetch_tensormap(&k_map), prefetch_tensormap(&v_map);
   }
+  K::begin(smem);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  K::prepare(p, smem);  // begins with a barrier of all threads
+  K::prepare(p, smem);
   if (warp >= kWarps) {
     setmaxnreg_dec<K::kProducerRegisters>();
     K::produce(p, q_map, k_map, v_map, smem, base, warp - kWarps);

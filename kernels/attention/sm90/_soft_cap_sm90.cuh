@@ -45,6 +45,38 @@ struct SoftCap<true> {
     for (int j = 0; j < N; ++j)
       s[j] = fmaf(-2.f * out, rcp_approx(1.f + exp2_approx(s[j] * twice[j >> 1 & 1])), out);
   }
+  // Replaces a thread's scores of two rows under a small cap by 1 / (1 + 2^x), of which of_inverse makes the capped scores. Four of a
+  // row share a reciprocal, 1 / a = b / (a b), for the special function units, with 16 results per cycle, take longest of all that a
+  // score takes. 2^30, where tanh has long been 1, is the largest power: the product of four is a number. A score that is none makes
+  // the others of its four none, too.
+  template <int N>
+  __device__ __forceinline__ void to_inverses(float (&s)[N]) const {
+    const float less = in * -2.885390081777927f;
+    constexpr int kStep = 32;  // scores that are on their way at a time
+#pragma unroll
+    for (int j = 0; j < N; j += kStep) {
+      float e[kStep], inverse[kStep / 4];
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) e[i] = exp2_approx(-fmax_nan(s[j + i] * less, -30.f));
+      // Rows are pairs in turn: the four of a row are 0, 1, 4, 5 or 2, 3, 6, 7.
+#pragma unroll
+      for (int q = 0; q < kStep / 4; ++q) {
+        const int r = q / 2 * 8 + q % 2 * 2;
+        const float b = 1.f + e[r + 1], d = 1.f + e[r + 5];
+        s[j + r] = fmaf(e[r], b, b), s[j + r + 4] = fmaf(e[r + 4], d, d);
+        inverse[q] = rcp_approx(s[j + r] * s[j + r + 4]);
+      }
+#pragma unroll
+      for (int q = 0; q < kStep / 4; ++q) {
+        const int r = q / 2 * 8 + q % 2 * 2;
+        const float first = inverse[q] * s[j + r + 4], second = inverse[q] * s[j + r];
+        s[j + r] = fmaf(first, e[r + 1], first), s[j + r + 1] = fmaf(first, e[r], first);
+        s[j + r + 4] = fmaf(second, e[r + 5], second), s[j + r + 5] = fmaf(second, e[r + 4], second);
+      }
+    }
+  }
+  // The capped score of such an inverse; -inf of +inf.
+  __device__ __forceinline__ float of_inverse(float inverse) const { return fmaf(-2.f * out, inverse, out); }
 #endif
 };
 

@@ -31,10 +31,13 @@ struct Paged {
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
   static constexpr bool kTwoSided = false, kPairs = !kCodes, kReloads = !kCodes;
+  // Heads of 256 are faster without, but slower with a cap, whose exponentials take longer than the products.
+  static constexpr bool kTurns = D <= 128 || CAP;
   static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128, kMaps = COPIES == kBoxCopies ? 3 : 1;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;
 
+  static __device__ __forceinline__ void begin(uint8_t* smem) { clear_totals<Shape>(smem); }
   static __device__ __forceinline__ void prepare(const Params& p, uint8_t* smem) {
     sort_sequences<Shape>(p, smem);
     // The page table of one sequence is read while the scheduler warp waits for its length: a word of each sector, so
@@ -77,6 +80,8 @@ struct Paged {
   }
 
   struct Scores {
+    // Whether weights under small caps are bounded_weights, which fp16 cannot hold.
+    static constexpr bool kBounded = CAP && std::is_same_v<T, __nv_bfloat16>;
     std::conditional_t<kCodes, float[2], UniformScale> scale_log2;  // of the (capped) scores
     float cap_by[2];
     __device__ __forceinline__ Scores(const Params& p, const Cap& cap, uint8_t* smem, const Work& work,

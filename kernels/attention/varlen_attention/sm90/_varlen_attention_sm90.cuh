@@ -264,13 +264,15 @@ struct Varlen {
   using Params = VarlenParams;
   using Cap = SoftCap<false>;
   using Shape = VarlenShape<DK, DV>;
-  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW, kPairs = true, kReloads = false;
+  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW, kPairs = true;
+  static constexpr bool kTurns = true, kReloads = false;
   static constexpr int kFills = 1, kMaps = 3, kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Work : VarlenTile {
     int count;
   };
 
+  static __device__ __forceinline__ void begin(uint8_t*) {}
   static __device__ __forceinline__ void prepare(const Params& p, uint8_t* smem) {
     sort_varlen<Shape, WINDOW>(p, smem);
   }
@@ -311,6 +313,7 @@ struct Varlen {
   }
 
   struct Scores {
+    static constexpr bool kBounded = false;
     UniformScale scale_log2;
     __device__ __forceinline__ Scores(const Params& p, const Cap&, uint8_t*, const Work&, int, int, bool, int)
         : scale_log2{p.scale_log2} {}
