@@ -164,7 +164,7 @@ def test_a_warm_up_captures_most_steps_at_once(quant: str | None, monkeypatch: p
         run_before(graphs, made, stream)
 
     monkeypatch.setattr(DecodeGraphs, "_run_before", counted)
-    options = {"dtype": "bf16", "quant": quant, "device": "cuda", "num_blocks": 256, "max_seqs": 64}
+    options = {"dtype": "bf16", "quant": quant, "device": "cuda", "num_blocks": 256, "max_seqs": 256}
     llm = LLM(MODELS / LLAMA, **options)
     rows = [row for row in llm.explain_graphs() if row["seqs"]]
     assert len(rows) > 10 and all(row["captured"] for row in rows)
