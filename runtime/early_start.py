@@ -40,4 +40,4 @@ def _make_context(device: str) -> None:
         probe_cuda()  # initializes the driver while other threads run, unlike torch
         torch.cuda.init()
         if device != "auto":
-            torch.empty(1, device=device)
+            torch.empty(1, dtype=torch.uint8, device=device)

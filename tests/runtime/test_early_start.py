@@ -28,7 +28,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(early_start, "probe_cuda", note("driver"))
     monkeypatch.setattr(torch.cuda, "init", note("torch"))
-    monkeypatch.setattr(torch, "empty", lambda size, device: found.append(f"context {device}"))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: found.append(f"context {device}"))
     monkeypatch.setattr(early_start, "prepare_triton", note("triton"))
     return found
 
