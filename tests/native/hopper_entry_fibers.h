@@ -145,8 +145,6 @@ T ld_shared(uint32_t from) {
 }
 inline void ld_shared(float (&v)[4], uint32_t from) { std::memcpy(v, fibers::memory_at(from), 16); }
 
-inline void store_16(void* to, uint4 words) { std::memcpy(to, &words, 16); }
-
 inline uint32_t mapa(uint32_t address, int rank) { return address | uint32_t(rank + 1) << fibers::kRank; }
 template <int RANKS>
 void tma_load_to_all(uint32_t dst, const void* map, int x, int y, uint32_t bar) {

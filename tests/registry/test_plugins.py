@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,7 @@ def test_what_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     real = importlib.metadata.entry_points
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda: (read.append("read"), real())[1])
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a folder that gets a __pycache__ has changed too
 
     def found() -> list[str]:
         loaded, failures = load_plugins("gm.planted")
