@@ -26,14 +26,13 @@ from gristmill.kernels.linear.frag16_sm90.gemm_ws import (
     Costs,
     Partition,
     Shape,
+    described,
     microseconds,
-    shapes_of,
 )
 from gristmill.kernels.linear.frag16_sm90.instances import Format, formats
 from lab.result import write_result
 
 PROCESSORS = 132
-KEY = ("mt", "c", "slices", "ctas")
 STEPS = (0.5, 0.2, 0.08, 0.03, 0.01)
 """Relative sizes of the steps of the search, one after the other."""
 
@@ -62,9 +61,7 @@ def read(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
             continue
         config, problem = row["config"], op.problem(row["problem"])
         form = formats()[config["format"]]
-        key = tuple(config[name] for name in KEY)
-        shape = next(shape for shape in shapes_of(form) if shape[:4] == key)
-        partition = Partition(*(config[name] for name in Partition._fields))
+        shape, partition = described(form, config)
         m, n, k = problem.integers(*"mnk")
         samples.append(Sample(form, shape, partition, m, n, k, row["us"]))
     return samples

@@ -23,8 +23,6 @@ import torch
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
-from gristmill.bench.result_file import replace
-from gristmill.bench.result_text import text
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
@@ -46,7 +44,7 @@ from lab.gpu_graphs import (
 from lab.humming_choices import humming_choices
 from lab.kernel_timing import Run, linear_options
 from lab.marlin import MARLIN, marlin_call, marlin_packed, marlin_refusal
-from lab.result import fastest_per_kernel
+from lab.result import fastest_per_kernel, write_result
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
 MORE = (
@@ -378,7 +376,7 @@ def main() -> int:
                     print(line(run.rows[-1]), flush=True)
             times += shape.times
             if options.times:
-                replace(options.times, text({"command": run.command, "rows": times}))
+                write_result(options.times, {"command": run.command, "rows": times})
             del shape
             torch.cuda.empty_cache()
             run.save(fastest_per_kernel)

@@ -14,7 +14,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,12 +119,11 @@ class Engine(EngineMemory):
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
         warms_device = options.warm != "off" and str(options.device) != "cpu" and has_device()
-        forks: AbstractContextManager[None] = nullcontext()
-        early: AbstractContextManager[None] = nullcontext()
+        begins_early = warms_device and options.tensor_parallel == 1
+        forks = forked_workers() if begins_early else nullcontext()
+        early = started_early(options.device, options.loaded_policy) if begins_early else nullcontext()
         if warms_device:
             freeze_before_load(self)
-        if warms_device and options.tensor_parallel == 1:
-            forks, early = forked_workers(), started_early(options.device, options.loaded_policy)
         with forks, progress_bar() as progress, ahead, explain_memory(str(model.path), options.device):
             progress("weights", 0, 0)
             with early:

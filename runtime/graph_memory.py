@@ -148,9 +148,8 @@ def free_bytes(device: torch.device) -> int:
 
 def reserved_bytes(device: torch.device) -> int:
     """Bytes that torch's allocator has of a GPU: as `torch.cuda.memory_reserved`, which makes all other statistics, too."""
-    reserved = torch.cuda.memory.memory_stats_as_nested_dict(device).get(
-        "reserved_bytes"
-    )  # there are none before the first allocation
+    # There are no statistics before the first allocation.
+    reserved = torch.cuda.memory.memory_stats_as_nested_dict(device).get("reserved_bytes")
     return int(reserved["all"]["current"]) if reserved else 0
 
 

@@ -198,12 +198,16 @@ def microseconds(
     return float(time + costs.start + sums + costs.wave * (work.waves - 1) - hidden)
 
 
-def expected(form: Format, config: Config, m: int, n: int, k: int, processors: int) -> float:
-    """`microseconds` of a configuration."""
+def described(form: Format, config: Config) -> tuple[Shape, Partition]:
+    """The shape and the partition of a configuration."""
     of = {shape[:4]: shape for shape in shapes_of(form)}
     shape = of[int(config["mt"]), int(config["c"]), int(config["slices"]), int(config["ctas"])]
-    partition = Partition(*(int(config[name]) for name in Partition._fields))
-    return microseconds(form, shape, partition, m, n, k, processors)
+    return shape, Partition(*(int(config[name]) for name in Partition._fields))
+
+
+def expected(form: Format, config: Config, m: int, n: int, k: int, processors: int) -> float:
+    """`microseconds` of a configuration."""
+    return microseconds(form, *described(form, config), m, n, k, processors)
 
 
 def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
