@@ -11,6 +11,7 @@ from gristmill.kernels.activation._functions_triton import constants
 from gristmill.kernels.activation.activation_triton import activation_kernel, launch_rows
 from gristmill.kernels.activation.silu_and_mul_triton import config, space
 from gristmill.kernels.aot import AotCase
+from gristmill.kernels.dependent_launch import overlap_on
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GeluAndMulCall
@@ -32,7 +33,9 @@ def aot(target: Target) -> list[AotCase]:
             name,
             activation_kernel,
             {"x": f"*{name}", "out": f"*{name}"} | sizes,
-            {"BLOCK": 1024, "GATED": True} | constants("gelu_tanh" if name == "bf16" else "gelu"),
+            {"BLOCK": 1024, "GATED": True}
+            | constants("gelu_tanh" if name == "bf16" else "gelu")
+            | overlap_on(target),
             {"num_warps": 4},
         )
         for name in ("bf16", "fp32")
@@ -51,5 +54,7 @@ KERNEL = Kernel(
     config=config,
     space=space,
     batch_invariant=True,
+    waits=True,
+    triggers=True,
     priority=50,
 )

@@ -53,8 +53,11 @@ def launches(text: str) -> tuple[int, int]:
     return len(of_grid), sum(unpacked)
 
 
+ELSEWHERE = {"gristmill.kernels.activation.gelu_and_mul_triton"}
+"""Modules that launch the functions of others."""
 MODULES = sorted(
     {*(kernel.module for kernel in KERNELS), "gristmill.kernels.kv_cache._quantize_and_cache_triton"}
+    - ELSEWHERE
 )
 
 
@@ -77,12 +80,28 @@ def test_a_kernel_that_waits_late_is_seen() -> None:
 
 
 def test_specs_declare_it() -> None:
-    """Kernels that let the next one start early, and no others, say so."""
+    """Kernels that let the next one start early, and no others, say so, also those that launch the function of another module."""
     assert len(KERNELS) >= 11
     for kernel in default_registry().all_kernels():
         if kernel.language == "triton" and kernel.provider == "gristmill":
             own = "begin" in vars(import_module(kernel.module))
-            assert kernel.waits == kernel.triggers == own, kernel.name
+            cases = load_attribute(kernel.aot)(Target.parse("sm_90")) if kernel.aot else ()
+            launched = any("OVERLAP" in case.function.arg_names for case in cases)
+            assert kernel.waits == kernel.triggers == (own or launched), kernel.name
+
+
+def test_compilations_ahead_of_time_give_every_argument() -> None:
+    """An argument that neither the signature nor the constants of a case have stops its compilation, which the matrix may come to days later."""
+    for kernel in default_registry().all_kernels():
+        if kernel.language != "triton" or kernel.provider != "gristmill" or kernel.aot is None:
+            continue
+        for name in ("sm_80", "sm_90", "gfx942"):
+            place = Target.parse(name)
+            if kernel.requires.check_hardware(place):
+                continue
+            for case in load_attribute(kernel.aot)(place):
+                given, wanted = {*case.signature} | {*case.constants}, {*case.function.arg_names}
+                assert given >= wanted, f"{kernel.name}/{case.name} on {name} lacks {sorted(wanted - given)}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
