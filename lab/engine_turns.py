@@ -20,8 +20,8 @@ tokenizer, which --tokenizer copies to a model that is made.
 vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH. vllm-gristmill is vLLM's own model and
 engine with gristmill's kernels where it chooses them (`--quantization gristmill`), vllm-gristmill-all wherever they serve.
 gristmill-replicas@2 has a copy of the model on each of two GPUs (`Replicas`). With --distinct only so many layers of a model are made, and
-the others are their copies: --layers in all. Several comparisons can load and compile at the same time: each begins its rounds when its
---start-file exists.
+the others are their copies: --layers in all. Several comparisons can load and compile at the same time: each makes its --ready-file when it has
+loaded, and begins its rounds when its --start-file exists (`lab.sitting`).
 """
 
 from __future__ import annotations
@@ -295,6 +295,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--path", action="append", default=[], help="engine=FOLDER for its PYTHONPATH")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a workload")
+    parser.add_argument("--ready-file", type=Path, help="make this file when the engines have loaded")
     parser.add_argument("--start-file", type=Path, help="begin the rounds when this file exists")
     parser.add_argument("--logs", type=Path, help="folder for the output of the engines")
     parser.add_argument("--out", required=True, help="where the JSON goes")
@@ -329,6 +330,8 @@ def main(argv: list[str] | None = None) -> None:
                 engines.append(EngineProcess(name, model, options, paths, logs / f"engine{index}.log"))
             starts = [{"engine": engine.name, **engine.answer()} for engine in engines]
             print(json.dumps(starts), flush=True)
+            if options.ready_file is not None:
+                options.ready_file.touch()
             if options.start_file is not None:
                 wait_for(options.start_file, options.timeout)
             command = f"python -m lab.engine_turns {shlex.join(argv)}"

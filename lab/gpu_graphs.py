@@ -63,9 +63,12 @@ class Graphs:
         return times
 
 
-def add_time(store: Store, problem: Problem, kernel: str, config: Config, us: float) -> None:
-    """Add the median time of a registered kernel on DEVICE, back to back over cold weights, to a store that is shipped."""
-    target = device_target(DEVICE, Policy())
+def add_time(
+    store: Store, problem: Problem, kernel: str, config: Config, us: float, device: str | None = None
+) -> None:
+    """Add the median time of a registered kernel, back to back over cold weights, to a store that is shipped. device: None = DEVICE."""
+    device = device or DEVICE
+    target = device_target(device, Policy())
     store.add(
         Timing(
             op=problem.op,
@@ -76,7 +79,7 @@ def add_time(store: Store, problem: Problem, kernel: str, config: Config, us: fl
             target=target_key(target),
             toolchain=confirmed_build(default_registry(), target).key(),
             us=round(us, 3),
-            timing="graph,cold",
+            timing="eager,cold" if device == "cpu" else "graph,cold",
         )
     )
 

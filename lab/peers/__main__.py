@@ -16,6 +16,7 @@ from typing import Any
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
+from gristmill.autotune.store import dump
 from gristmill.bench.result_text import rounded
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -47,6 +48,9 @@ def arguments(
     )
     parser.add_argument("--cells", type=int, help="at most so many, spread over the groups")
     parser.add_argument("--out", type=Path, help="the result file; cells that it has are not measured again")
+    parser.add_argument(
+        "--store", type=Path, help="also write the times of our kernels in the cells of this run as a store"
+    )
     parser.add_argument(
         "--retry", action="store_true", help="measure cells of the file again that compare nothing"
     )
@@ -91,8 +95,14 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['group']} {row['model']} {row['problem']}: {ratio}; {row.get('kernel')} selected; {', '.join(times)}"
 
 
-def measure(cells: Iterable[tuple[Group, Cell]], race: Race, file: ResultFile, seconds: float) -> int:
-    """Measure the cells that the file lacks; the exit status: 0, `LOST`, or 1 if a cell raised something."""
+def measure(
+    cells: Iterable[tuple[Group, Cell]],
+    race: Race,
+    file: ResultFile,
+    seconds: float,
+    store: Path | None = None,
+) -> int:
+    """Measure the cells that the file lacks; the exit status: 0, `LOST`, or 1 if a cell raised something. The times of our kernels go to `store`."""
     status, begin, todo = 0, time.monotonic(), [pair for pair in cells if pair[1].name not in file.done]
     for number, (group, cell) in enumerate(todo, 1):
         took = time.monotonic() - begin
@@ -102,6 +112,8 @@ def measure(cells: Iterable[tuple[Group, Cell]], race: Race, file: ResultFile, s
         file.begin(cell)
         try:
             file.add(race.row(group, cell))
+            if store is not None:
+                store.write_text(dump(race.times))
         except LostDeviceError as error:
             file.failed(cell, f"left the device unusable: {error}")
             print(f"{cell.name}: {error}; the same command goes on with the next cell", file=sys.stderr)
@@ -153,7 +165,11 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str
     cells = [cell for group in chosen for cell in group.cells if any(text in cell.name for text in texts)]
     cells = thinned(cells, options.cells)
     status = measure(
-        ((by_name[cell.group], cell) for cell in cells), Race(settings, here), file, options.seconds
+        ((by_name[cell.group], cell) for cell in cells),
+        Race(settings, here),
+        file,
+        options.seconds,
+        options.store,
     )
     return status, file.data
 

@@ -58,9 +58,10 @@ def results(root: Path = ROOT) -> str:
         measured = {group["group"] for group in data.get("summary", ())}
         left = [group for group in problems if group not in measured]
         missing = f"\n\nNot measured there: {', '.join(left)}." if left else ""
+        runs = [run["command"] for run in data.get("runs", [about])]
         parts.append(
             f"{about['device']}, driver {driver}, torch {about['torch']}, triton {about['triton']}; {found} "
-            f"([{name}](../../{name}), `{about['command']}`).\n\n{table(data, problems)}{missing}"
+            f"([{name}](../../{name}), `{'`, `'.join(runs)}`).\n\n{table(data, problems)}{missing}"
         )
     return "\n\n".join(parts) or "Not measured yet: there is no result file."
 

@@ -18,11 +18,12 @@ from gristmill.bench.result_text import quantiles
 from gristmill.kernel_registry.op import Cost
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError
+from gristmill.kernel_registry.store import Store
 from gristmill.quant import QuantTensor
-from lab.gpu_graphs import Graphs, cold_count
+from lab.gpu_graphs import Graphs, add_time, cold_count
 from lab.peers.adapter import Adapter, Arguments, Peer, Run
 from lab.peers.group import Cell, Group, weights_in
-from lab.peers.ours import Selection
+from lab.peers.ours import Choice, Selection
 
 SAMPLE_US, MOST_CALLS = 4000.0, 400
 """A graph takes at least so long, unless it would have more calls."""
@@ -82,6 +83,8 @@ class Race:
     def __init__(self, settings: Settings, peers: Sequence[Peer]) -> None:
         self.settings, self.peers = settings, peers
         self.selection = Selection(settings.device)
+        self.times = Store()
+        """Of our kernels, in the form in which times are shipped."""
         self._weights: tuple[QuantTensor, ...] = ()
         self._packed: dict[str, dict[int, Any]] = {}
 
@@ -94,7 +97,7 @@ class Race:
             "problem": cell.problem,
         }
         row |= {"kernel": None, "config": None, "source": None, "code": None, "others": []}
-        found, adapters = _Found(), dict[str, Adapter]()
+        found, adapters, choices_by_name = _Found(), dict[str, Adapter](), dict[str, Choice]()
         try:
             choices = self.selection.choices(op, problem, self.settings.others)
         except NoKernelError as error:
@@ -104,15 +107,16 @@ class Race:
             row |= {"kernel": chosen.kernel.name, "config": dict(chosen.config), "source": chosen.source}
             row["code"] = chosen.kernel.code_hash(chosen.config)
             row["others"] = [choice.kernel.name for choice in choices[1:]]
-            adapters |= {choice.kernel.name: choice.adapter for choice in choices}
+            choices_by_name |= {choice.kernel.name: choice for choice in choices}
         every = {
             f"{choice.kernel.name}/{place}": choice
             for name in self.settings.configurations
             for place, choice in enumerate(self.selection.configurations(op, problem, name))
         }
         if every:
-            adapters |= {name: choice.adapter for name, choice in every.items()}
+            choices_by_name |= every
             row["configurations"] = {name: dict(choice.config) for name, choice in every.items()}
+        adapters |= {name: choice.adapter for name, choice in choices_by_name.items()}
         ours = {*adapters}
         for peer in self.peers:
             for name, adapter in peer.of(op.name).items():
@@ -120,6 +124,9 @@ class Race:
                     adapters[name] = adapter
         row["limit"] = group.limit_of(problem)
         self._measure(group, cell, adapters, ours, found)
+        for name in sorted(ours & {*found.samples}):
+            choice, us = choices_by_name[name], statistics.median(found.samples[name])
+            add_time(self.times, problem, choice.kernel.name, choice.config, us, self.settings.device)
         row |= against_best_peer(found.samples, row["kernel"], ours)
         return row | {"candidates": found.candidates, "wrong": found.wrong, "refused": found.refused}
 

@@ -62,10 +62,7 @@ class ResultFile:
         """Add the row of the cell."""
         self.rows.append(dict(row))
         self.data["trying"] = None
-        self.data["summary"] = [
-            summary(name, [one for one in self.rows if one["group"] == name])
-            for name in dict.fromkeys(one["group"] for one in self.rows)
-        ]
+        self.data["summary"] = summaries(self.rows)
         self._write()
 
     def failed(self, cell: Cell, why: str) -> None:
@@ -86,19 +83,28 @@ class ResultFile:
         self.data["rows"] = [row for row in self.rows if row["ratio"] is not None]
 
     def _go_on(self, before: Mapping[str, Any]) -> None:
-        own, other = self._key(self.data), self._key(before)
-        if changed := [name for name in own if own[name] != other[name]]:
-            there = ", ".join(f"{name} {other[name]} (here {own[name]})" for name in changed)
-            raise OtherRunError(f"{self.path} has rows of another run, with {there}: name another file")
+        if changed := self.differences(self.data, before, "driver", "libraries"):
+            raise OtherRunError(
+                f"{self.path} has rows of another run, with {', '.join(changed)}: name another file"
+            )
         self.data["rows"] = list(before["rows"])
         if before["trying"] is not None:
             self.failed(Cell(**before["trying"]), "the process ended while it measured this cell")
 
     @staticmethod
-    def _key(data: Mapping[str, Any]) -> dict[str, Any]:
-        about = data["about"]
-        driver = (about["gpu"] or {}).get("driver_version")
-        return {**{name: about[name] for name in SAME}, "driver": driver, "libraries": data["libraries"]}
+    def differences(here: Mapping[str, Any], there: Mapping[str, Any], *more: str) -> list[str]:
+        """In what runs differ that may not share a file: `SAME`, and of `more` ``driver`` and ``libraries``."""
+        own, other = (
+            {
+                **data["about"],
+                "driver": (data["about"]["gpu"] or {}).get("driver_version"),
+                "libraries": data.get("libraries"),
+            }
+            for data in (here, there)
+        )
+        return [
+            f"{name} {other[name]} (here {own[name]})" for name in (*SAME, *more) if own[name] != other[name]
+        ]
 
     def _write(self) -> None:
         if self.path is not None:
@@ -109,6 +115,14 @@ class ResultFile:
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(row["group"], row["model"], row["problem"])
+
+
+def summaries(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`summary` of each group."""
+    return [
+        summary(name, [one for one in rows if one["group"] == name])
+        for name in dict.fromkeys(one["group"] for one in rows)
+    ]
 
 
 def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

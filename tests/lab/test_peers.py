@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.op import Cost
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
 from lab.peers import group as group_module
-from lab.peers import ours, page, race
+from lab.peers import merge, ours, page, race
 from lab.peers.__main__ import main, thinned
 from lab.peers.adapter import Adapter, Arguments, Peer, Run, peers
 from lab.peers.group import Cell, groups
@@ -99,6 +101,24 @@ def test_right_results_are_timed_and_others_reported(tmp_path: Path, capsys) -> 
     assert "[4/4 " in printed.err and "wrong WRONG: error" in printed.err
 
 
+def test_times_of_our_kernels_go_to_a_store(tmp_path: Path) -> None:
+    """Those of the selected kernel, of the others and of every configuration, which selection reads; none of a peer."""
+    out, store = tmp_path / "peers.json", tmp_path / "times.json"
+    assert run(out, "--store", str(store), "--configurations", "linear_cpu") == 0
+    expected: dict[tuple[str, str, str], list[float]] = {}
+    for row in read(out)["rows"]:
+        configs = {row["kernel"]: row["config"]} | row["configurations"]
+        for name in times(row).keys() & configs.keys():
+            key = row["problem"], name.partition("/")[0], json.dumps(configs[name], sort_keys=True)
+            expected.setdefault(key, []).append(times(row)[name])
+    found = {
+        (t.problem, t.kernel, json.dumps(t.config, sort_keys=True)): t.us for t in Store.read(store).timings
+    }
+    assert found.keys() == expected.keys() and len(found) >= 2
+    for key, us in found.items():
+        assert min(abs(us - one) for one in expected[key]) <= 1e-3 * us + 1e-3
+
+
 def test_every_configuration_of_a_kernel_is_a_candidate(tmp_path: Path, capsys) -> None:
     """Those of kernels of other operations, or for other devices, are left out."""
     names = "linear_cpu,linear_dense_decode_sm90,moe_cpu"
@@ -143,6 +163,42 @@ def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys) -> None:
     assert read(out)["rows"] == [first] and "1 cells are left" in capsys.readouterr().err
     assert run(out) == 0
     assert read(out)["rows"][0] == first and len(read(out)["rows"]) == 2
+
+
+def test_files_of_several_runs_become_one(tmp_path: Path) -> None:
+    """Of a cell the last row that compares something counts, and each row says which run it is of."""
+    first, second, out = (tmp_path / f"{name}.json" for name in ("first", "second", "merged"))
+    assert run(first) == 0
+    assert run(second, "--where", "m=7,") == 0
+    data = read(second)
+    lost = read(first)["rows"][0] | {"ratio": None, "peer": None, "candidates": []}
+    second.write_text(json.dumps(data | {"rows": [*data["rows"], lost]}))
+    result = CliRunner().invoke(merge.main, [str(first), str(second), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    together = read(out)
+    assert [(row["problem"], row.get("run", 0)) for row in together["rows"]] == [
+        ("m=1,n=96,k=128", 0),
+        ("m=7,n=96,k=128", 1),
+    ]
+    assert together["rows"][0] == read(first)["rows"][0]
+    assert together["rows"][1] == data["rows"][0] | {"run": 1}
+    assert [("--where" in one["command"]) for one in together["runs"]] == [False, True]
+    assert together["summary"][0]["compared"] == 2
+    shown = tmp_path / "bench" / "results" / "h200" / "peers.json"
+    shown.parent.mkdir(parents=True)
+    out.rename(shown)
+    assert all(f"`{one['command']}`" in page.results(tmp_path) for one in together["runs"])
+    again = merge.merged([together, read(first)])  # whose rows now replace all
+    assert len(again["runs"]) == 1 and not any("run" in row for row in again["rows"])
+
+
+def test_runs_of_other_versions_are_not_merged(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert run(first) == 0
+    data = read(first)
+    second.write_text(json.dumps(data | {"about": data["about"] | {"torch": "1.0"}}))
+    result = CliRunner().invoke(merge.main, [str(second), str(first), "--out", str(tmp_path / "out.json")])
+    assert result.exit_code == 2 and "torch 1.0" in result.output and not (tmp_path / "out.json").exists()
 
 
 def test_cells_are_chosen_by_what_they_are_called(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "sampling": (on_a_cpu, "--cases smallest --kernels sample_torch --rounds 2 --seconds 0 --out OUT"),
     "sanitized": (as_it_is, "--kernels rms_norm_cpu,silu_and_mul_torch --part 1/2 --target cpu --out OUT"),
+    "sitting": (as_it_is, f"{ROOT / 'lab' / 'sittings' / 'hopper.toml'} --folder . --list"),
     "serve_front_end": (
         as_it_is,
         "--requests 20 --clients 2 --rounds 1 --streams 4 --stream-tokens 30 --seconds 0.5 --memory 20 --out OUT",

@@ -1,0 +1,185 @@
+"""lab.sitting: jobs share a device or have it alone, load before their turn, and end in time. The jobs are shell commands that note when they ran."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lab.sitting import Job, Sitting, SittingError, jobs_of, main
+
+
+def noting(name: str, use: str, seconds: float = 0.4, **more: object) -> Job:
+    """A job that writes when it began and ended."""
+    command = f"date +%s.%N >> $FOLDER/{name}.at; sleep {seconds}; date +%s.%N >> $FOLDER/{name}.at"
+    return Job(name, command, use, 20.0, **more)  # type: ignore[arg-type]
+
+
+def loading(name: str, **more: object) -> Job:
+    """A job that loads for a moment, waits for its turn, and notes when that was."""
+    command = (
+        "sleep 0.2; touch {ready}; until [ -e {start} ]; do sleep 0.02; done; "
+        f"date +%s.%N >> $FOLDER/{name}.at; sleep 0.3; date +%s.%N >> $FOLDER/{name}.at"
+    )
+    return Job(name, command, "alone", 20.0, load=20.0, **more)  # type: ignore[arg-type]
+
+
+def run(folder: Path, *jobs: Job, seconds: float = 60.0, at_once: int = 4) -> tuple[bool, dict[str, str]]:
+    """Whether all ended well, and what state.json says of each."""
+    good = Sitting(jobs, folder, seconds, 100.0, at_once).run()
+    return good, {row["name"]: row["stands"] for row in json.loads((folder / "state.json").read_text())}
+
+
+def times(folder: Path, name: str) -> tuple[float, float]:
+    begin, end = map(float, (folder / f"{name}.at").read_text().split())
+    return begin, end
+
+
+def overlap(folder: Path, first: str, second: str) -> bool:
+    (a, b), (c, d) = times(folder, first), times(folder, second)
+    return max(a, c) < min(b, d)
+
+
+def test_jobs_share_a_device_or_have_it_alone(tmp_path: Path) -> None:
+    names = ("one", "two")
+    jobs = [
+        *(noting(name, "shared") for name in names),
+        noting("quiet", "alone"),
+        noting("host", "host"),
+        loading("race"),
+    ]
+    good, stands = run(tmp_path, *jobs)
+    assert good and set(stands.values()) == {"done"}
+    assert overlap(tmp_path, "one", "two")
+    for alone in ("quiet", "race"):
+        assert not any(overlap(tmp_path, alone, other) for other in stands if other != alone), alone
+
+
+def test_memory_and_the_number_of_jobs_are_bounded(tmp_path: Path) -> None:
+    run(tmp_path / "memory", noting("one", "shared", memory=60.0), noting("two", "shared", memory=60.0))
+    assert not overlap(tmp_path / "memory", "one", "two")
+    run(tmp_path / "number", noting("one", "shared"), noting("two", "shared"), at_once=1)
+    assert not overlap(tmp_path / "number", "one", "two")
+    with pytest.raises(SittingError, match="large takes more memory than the 100 GB"):
+        run(tmp_path, noting("large", "shared", memory=101.0))
+
+
+def test_a_job_that_fails_drops_those_that_need_it(tmp_path: Path) -> None:
+    bad = Job("bad", "exit 3", "shared", 20.0)
+    good, stands = run(tmp_path, bad, noting("after", "alone", needs=("bad",)), noting("other", "alone"))
+    assert not good and stands == {"bad": "failed", "after": "dropped", "other": "done"}
+    why = {row["name"]: row["why"] for row in json.loads((tmp_path / "state.json").read_text())}
+    assert why["bad"] == "exit status 3" and why["after"] == "bad did not end well"
+
+
+def test_jobs_end_in_time_and_leave_nothing(tmp_path: Path) -> None:
+    """A job is ended after its seconds, with its children; one for which too little time is left does not begin, one that can use less does."""
+    endless = Job("endless", "sleep 300 & echo $! > $FOLDER/child; wait", "shared", 0.5)
+    long = Job("long", "true", "alone", 100.0)
+    short = Job("short", "true", "alone", 100.0, least=1.0)
+    began = time.monotonic()
+    good, stands = run(tmp_path, endless, long, short, seconds=30.0)
+    assert time.monotonic() - began < 25.0
+    assert not good and stands == {"endless": "failed", "long": "dropped", "short": "done"}
+    child = int((tmp_path / "child").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_what_has_ended_well_does_not_run_again(tmp_path: Path) -> None:
+    switch = tmp_path / "switch"
+    jobs = [noting("one", "shared"), Job("two", f"test -e {switch}", "shared", 20.0)]
+    assert run(tmp_path, *jobs)[1] == {"one": "done", "two": "failed"}
+    before = times(tmp_path, "one")
+    switch.touch()
+    assert run(tmp_path, *jobs) == (True, {"one": "done", "two": "done"})
+    assert times(tmp_path, "one") == before
+
+
+def test_a_job_waits_for_its_files(tmp_path: Path) -> None:
+    first = Job("first", "sleep 0.3; touch $FOLDER/made", "shared", 20.0)
+    assert run(tmp_path, first, noting("second", "shared", files=("$FOLDER/made",)))[0]
+    assert times(tmp_path, "second")[0] >= (tmp_path / "made").stat().st_mtime - 0.05
+
+
+GOOD = '[[job]]\nname = "a"\nrun = "true"\nuse = "host"\nseconds = 5\n'
+
+
+@pytest.mark.parametrize(
+    "text,why",
+    [
+        ("[[job", "no TOML"),
+        (GOOD.replace("seconds = 5\n", ""), "a lacks seconds"),
+        (GOOD.replace("host", "gpu"), "use is one of host, shared, alone, not 'gpu'"),
+        (GOOD.replace("= 5", '= "5"'), "a: seconds must be a number"),
+        (GOOD + "minutes = 3\n", "a has minutes, which no job has"),
+        (GOOD + 'needs = ["b"]\n', "a needs b, which do not come before it"),
+        (GOOD + GOOD, "two jobs a"),
+        (GOOD.replace('"true"', '"x {start}"'), "a waits for {start}"),
+    ],
+)
+def test_a_list_that_cannot_run_is_refused(text: str, why: str) -> None:
+    with pytest.raises(SittingError, match=why.replace("{", r"\{")):
+        jobs_of(text)
+
+
+def test_the_program_runs_the_named_jobs(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.toml"
+    file.write_text(GOOD + GOOD.replace('"a"', '"b"').replace("true", "false") + 'needs = ["a"]\n')
+    result = CliRunner().invoke(main, [str(file), "--folder", str(tmp_path / "f"), "--only", "b"])
+    assert result.exit_code == 1
+    assert "b" in result.output and "exit status 1" in result.output and "a  " not in result.output
+    result = CliRunner().invoke(main, [str(file), "--folder", str(tmp_path / "f"), "--only", "c"])
+    assert result.exit_code == 2 and "no jobs c; there are a, b" in result.output
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = sorted((ROOT / "lab" / "sittings").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_what_a_list_names_exists(file: Path) -> None:
+    """Programs and their options, tests, and suites: a renamed one would be noticed on a rented device otherwise."""
+    for job in jobs_of(file.read_text()):
+        words = job.command.replace("\\\n", " ").split()
+        for before, word in zip(words, words[1:], strict=False):
+            if before == "-m" and word.startswith("lab."):
+                module = ROOT / word.replace(".", "/")
+                assert module.is_dir() or module.with_suffix(".py").exists(), word
+            if before == "--suite":
+                assert (ROOT / "bench" / "suites" / f"{word}.json").exists(), word
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), job.name
+        named = [word for word in words if word.startswith("--") and len(word) > 2]
+        known = _options_of(words)
+        assert set(named) <= known, f"{job.name}: {sorted(set(named) - known)}"
+
+
+def _options_of(words: list[str]) -> set[str]:
+    """What the --help of the programs of a command says."""
+    found: set[str] = set()
+    for place, word in enumerate(words):
+        if word == "-m":
+            command = ("-m", words[place + 1])
+        elif word == "kernelbench":
+            subcommands = [one for one in words[place + 1 : place + 3] if one.isalpha()]
+            command = ("-m", "gristmill.bench.cli", *subcommands)
+        else:
+            continue
+        found |= _help(*command)
+    return found
+
+
+@functools.cache
+def _help(*command: str) -> set[str]:
+    text = subprocess.run(
+        [sys.executable, *command, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", text))
