@@ -10,6 +10,9 @@ each round, so that nothing but the shared prefix of ``prefix`` is found in a pr
 `gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold. `gristmill@2` has its model on two
 GPUs (tensor parallelism). ``cpu_seconds`` of a row is the processor time of the engine's own process, without those of its ranks.
 
+--trace also records, after the rounds, which kernels the steps of 1 and of 16 requests run, and for how long: vLLM's steps then run in the process
+that the requests come from, also in the rounds, so that a comparison of speed is made without it.
+
 The workloads ``mixed_penalties``, ``mixed_logprobs``, ``mixed_grammar`` and ``mixed_special`` are ``mixed``, every tenth request of which has
 penalties, log-probabilities, a JSON schema, or each of them in turn: beside ``mixed`` they show what such rows cost the others. A schema needs a
 tokenizer, which --tokenizer copies to a model that is made.
@@ -53,6 +56,8 @@ from lab.engine_turns_child import SPECIAL
 from lab.result import write_result
 
 LARGEST_ID = 10_000
+TRACED = (1, 16)
+"""Requests of the steps that --trace records."""
 CHILD = "from lab.engine_turns_child import main; main()"
 
 
@@ -163,7 +168,9 @@ class EngineProcess:
                 stdout=output,
                 stderr=output,
                 text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ
+                | {"PYTHONPATH": path}
+                | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.trace else {}),
                 pass_fds=[write],
             )
         os.close(write)
@@ -180,10 +187,10 @@ class EngineProcess:
         row: dict[str, Any] = json.loads(line)
         return row
 
-    def run(self, requests: Requests) -> dict[str, Any]:
-        """Seconds and tokens of a workload."""
+    def run(self, requests: Requests, *, trace: bool = False) -> dict[str, Any]:
+        """Seconds and tokens of a workload; trace: what the device did in its steps."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(requests._asdict()) + "\n")
+        self.process.stdin.write(json.dumps(requests._asdict() | {"trace": trace}) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -260,6 +267,20 @@ def play(
                     print(json.dumps({**rows[-1], "ends": len(row["ends"])}), flush=True)
 
 
+def traces(engines: list[EngineProcess], top: int, scale: float) -> list[dict[str, Any]]:
+    """What the device does in decode steps of each engine, in microseconds per step."""
+    found = []
+    for batch in TRACED:
+        draw, length = random.Random(f"trace {batch}"), max(1, round(128 * scale))
+        requests = Requests(
+            [ids(draw, length, top) for _ in range(batch)], [max(2, round(64 * scale))] * batch
+        )
+        for engine in engines:
+            found.append({"engine": engine.name, **engine.run(requests, trace=True)})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """By workload and engine: the medians of tokens per second and of milliseconds per token."""
     table: dict[str, dict[str, dict[str, float]]] = {}
@@ -297,6 +318,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a workload")
     parser.add_argument("--ready-file", type=Path, help="make this file when the engines have loaded")
     parser.add_argument("--start-file", type=Path, help="begin the rounds when this file exists")
+    parser.add_argument("--trace", action="store_true", help="also record the kernels of decode steps")
     parser.add_argument("--logs", type=Path, help="folder for the output of the engines")
     parser.add_argument("--out", required=True, help="where the JSON goes")
     options = parser.parse_args(argv)
@@ -337,11 +359,16 @@ def main(argv: list[str] | None = None) -> None:
             command = f"python -m lab.engine_turns {shlex.join(argv)}"
             about = environment(device_target(options.device, Policy()), command)
 
+            steps: list[dict[str, Any]] = []
+
             def save() -> None:
                 result = {"about": about, "started": started, "starts": starts, "summary": summary(rows)}
-                write_result(options.out, result | {"rows": rows})
+                write_result(options.out, result | ({"traces": steps} if steps else {}) | {"rows": rows})
 
             play(engines, options, top, rows, save)
+            if options.trace:
+                steps += traces(engines, top, options.scale)
+                save()
         finally:
             for engine in engines:
                 engine.close()

@@ -1,4 +1,5 @@
-"""One engine of `lab.engine_turns` in a process of its own: a JSON line per workload on its input, a JSON line per result on a pipe."""
+"""One engine of `lab.engine_turns` in a process of its own: a JSON line per workload on its input, a JSON line per result on a pipe. A workload
+with ``trace`` is traced instead of timed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from gristmill.bench.device_trace import Trace, recorded, summary
 
 PERSON = {
     "type": "object",
@@ -213,6 +217,14 @@ ENGINES: dict[str, type[Turns]] = {
 }
 
 
+def traced(engine: Turns, prompts: list[list[int]], outputs: list[int], special: list[str]) -> Trace:
+    """What the device did in the steps of these requests, which run once before. ValueError: nothing was recorded, say because the steps of the
+    engine run in another process."""
+    engine.generate(prompts, outputs, special)
+    spans = recorded(lambda: engine.generate(prompts, outputs, special))
+    return summary(spans, len(prompts), max(outputs))
+
+
 def main() -> None:
     """Arguments: the engine, its options as JSON, and the descriptor of the pipe."""
     name, options, pipe = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
@@ -230,6 +242,9 @@ def main() -> None:
             work = json.loads(line)
             steps.start()
             special = work["special"] or [""] * len(work["outputs"])
+            if work.get("trace"):
+                say(asdict(traced(engine, work["prompts"], work["outputs"], special)))
+                continue
             busy = time.process_time()
             tokens = engine.generate(work["prompts"], work["outputs"], special)
             say(
