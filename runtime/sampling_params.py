@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from gristmill.runtime.declared_names import require_fields
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import ConfigError, UsageError
 from gristmill.runtime.integers import as_flag, as_integer, integers
 from gristmill.runtime.structured_output import StructuredOutput
 
@@ -185,10 +185,20 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def recommended_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that the contents of a generation_config.json recommend; {} if none."""
+    """The parameters that the contents of a generation_config.json recommend; {} if none. ConfigError: one of them is no value of a parameter, which
+    every request without its own would be refused for."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
-    return {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
+    values = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
+    if values.get("top_k") == -1:  # vLLM's way of saying all
+        values["top_k"] = 0
+    try:
+        SamplingParams(**values)
+    except UsageError as error:
+        raise ConfigError(
+            f"the model's generation_config.json recommends what cannot be: {error}; correct the file, or serve with --generation-config none"
+        ) from error
+    return values
 
 
 def token_biases(values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -197,7 +207,11 @@ def token_biases(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _plain(value: float) -> float:
@@ -251,7 +265,7 @@ def check_integers(**values: object) -> None:
 
 def is_seconds(value: object) -> bool:
     """Whether a value is a number of at least 0, which may be infinite."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(float(value) >= 0)
+    return (_finite(value) or value == math.inf) and isinstance(value, Real) and bool(value >= 0)
 
 
 def check_timeout(timeout: float | None) -> None:

@@ -480,6 +480,6 @@ def test_what_it_is_made_of_is_checked() -> None:
     with pytest.raises(UsageError, match="serves an LLM or an Engine, got str"):
         AsyncEngine("model")  # type: ignore[arg-type]
     core, _ = fake_engine()
-    for wrong in ("1", 0, -1.0):
+    for wrong in ("1", 0, -1.0, 10**400):
         with pytest.raises(UsageError, match="watchdog_seconds must be a positive number"):
             AsyncEngine(core, watchdog_seconds=wrong)

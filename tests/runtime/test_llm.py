@@ -144,6 +144,8 @@ def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
         ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be a finite number of at least 0"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 10**400}, "temperature must be a finite number of at least 0"),
+        ({"logit_bias": {1: -(10**400)}}, "logit_bias must map token ids to finite numbers"),
         ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\], got 0"),
         ({"top_k": -1}, "top_k"),
         ({"top_k": 1.5}, "top_k"),

@@ -26,7 +26,7 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config, parse_config
 from gristmill.runtime.models import build_model, model_table
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, recommended_sampling
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
@@ -355,6 +355,25 @@ def test_recommended_sampling_is_left_to_the_caller(llama: Path, make: Callable[
         json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1.5, "top_k": 500})
     )
     assert make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids == expected
+
+
+def test_recommended_sampling_that_cannot_be() -> None:
+    """It is an error of the model's, known before a request is refused for it. -1 is all, and null nothing."""
+    assert recommended_sampling({"top_k": -1, "top_p": None, "temperature": 1}) == {
+        "top_k": 0,
+        "temperature": 1,
+    }
+    assert recommended_sampling({"do_sample": False, "temperature": "x"}) == {"temperature": 0.0}
+    for wrong in (
+        {"temperature": "0.6"},
+        {"top_p": 1.5},
+        {"top_k": 0.5},
+        {"repetition_penalty": float("nan")},
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"generation_config\.json recommends .*: {next(iter(wrong))} must"
+        ):
+            recommended_sampling(wrong)
 
 
 def test_not_a_model_directory(tmp_path: Path) -> None:
