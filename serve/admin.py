@@ -48,7 +48,7 @@ class Weights(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /log_level."""
+    """POST /set_log_level."""
 
     level: Literal["debug", "info", "warning", "error"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
 import re
 import time
@@ -57,10 +58,13 @@ class Application:
     Args:
         endpoints: the routes, those used most first.
         keys: who may use them; None = anybody.
+        local: they are for programs of this machine, and for no page in a browser: `cors_origins` are not for them.
     """
 
-    def __init__(self, service: Service, endpoints: Iterable[Endpoint], keys: KeyFile | None) -> None:
-        self.service, self._keys = service, keys
+    def __init__(
+        self, service: Service, endpoints: Iterable[Endpoint], keys: KeyFile | None, *, local: bool = False
+    ) -> None:
+        self.service, self._keys, self._local = service, keys, local
         self._root = (service.config.root_path or "").rstrip("/")
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
@@ -110,7 +114,10 @@ class Application:
         self.service.active.add(exchange)
         exchange.task = asyncio.current_task()
         try:
-            if not endpoint.open and (refusal := self._refusal(exchange)) is not None:
+            refusal = self._of_page(exchange)
+            if refusal is None and not endpoint.open:
+                refusal = self._refusal(exchange)
+            if refusal is not None:
                 await self._fail(exchange, refusal)
             else:
                 await self._handle(endpoint, exchange)
@@ -145,6 +152,29 @@ class Application:
                 exchange.gone = True
             except Exception as error:
                 await self._fail(exchange, error)
+
+    def _of_page(self, exchange: Exchange) -> ApiError | None:
+        """Why a page in a browser may not call the server. Browsers ask for leave by a preflight only where a page wants to send JSON or read the
+        answer: what it sends as plain text comes without, also to an address that is reached from this machine alone."""
+        headers = exchange.headers
+        origin = headers.get("origin")
+        if self._local:
+            if origin is not None:
+                return _forbidden(
+                    f"no page may call the admin plane, and this request is from one of {origin}"
+                )
+            if self._keys is None and not _is_loopback(host := headers.get("host", "")):
+                # A page whose name was made to point here after it was loaded needs no leave to read what this name answers.
+                return _forbidden(
+                    f"without a key (--admin-key-file) the admin plane is reached as 127.0.0.1, localhost or [::1], not as {host!r}"
+                )
+            return None
+        other = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if origin is None or not other or self.service.cors(origin) is not None:
+            return None
+        return _forbidden(
+            f"pages of {origin} may not call this server: --cors-origins {origin} would let them"
+        )
 
     def _refusal(self, exchange: Exchange) -> ApiError | None:
         """Why a client without a valid key may not use the API."""
@@ -201,7 +231,7 @@ class Application:
         """A browser asks whether a page may call the API."""
         exchange = Exchange(self.service, scope, receive, send, self._prefix, openai_shape)
         await exchange.discard()
-        if self.service.cors(exchange.headers.get("origin")) is None:
+        if self._local or self.service.cors(exchange.headers.get("origin")) is None:
             await exchange.respond(b"", 403, content_type=b"text/plain")
             return
         # OpenAI's and Anthropic's packages send headers of their own, and other ones with each version.
@@ -266,6 +296,21 @@ async def _not_found(exchange: Exchange) -> None:
         f"there is no {exchange.scope['method']} {exchange.scope['path']}; the routes are in GET /v1/models and docs/serve.md",
         code="not_found",
     )
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code="origin_not_allowed")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine, whatever a name server says."""
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    if name.lower() in ("", "localhost"):  # programs that speak HTTP/1.0 name none
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _wrong_method(allowed: list[str]) -> Handler:

@@ -201,7 +201,7 @@ def admin_application(service: Service) -> Application:
     from gristmill.serve.keys import KeyFile
 
     path = service.config.admin_key_file
-    return Application(service, ENDPOINTS, None if path is None else KeyFile(path))
+    return Application(service, ENDPOINTS, None if path is None else KeyFile(path), local=True)
 
 
 class _Expected(logging.Filter):
@@ -219,6 +219,8 @@ def make_server(app: Application, config: ServeConfig, tls: bool = True) -> uvic
     """uvicorn, without its own log and its own handling of signals."""
     import uvicorn
 
+    from gristmill.serve.bounded_http import BoundedHttp
+
     logging.getLogger("uvicorn.error").addFilter(_EXPECTED)
 
     class Quiet(uvicorn.Server):
@@ -228,7 +230,7 @@ def make_server(app: Application, config: ServeConfig, tls: bool = True) -> uvic
     return Quiet(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="on",
             loop="none",

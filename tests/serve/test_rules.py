@@ -86,6 +86,53 @@ def test_cors_is_off_unless_asked_for(llm: LLM) -> None:
         assert asked.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
 
 
+def test_pages_of_other_origins_call_nothing(llm: LLM, tmp_path: Path) -> None:
+    """What a page sends as plain text comes without a preflight. Its own page, programs, and pages of listed origins are served; the admin plane
+    is for no page, also by a name that was made to point here."""
+    log = tmp_path / "log"
+    page = {"origin": "https://a.example", "sec-fetch-site": "cross-site", "content-type": "text/plain"}
+    ask = json.dumps(ASK)
+    with serving(service_of(llm, admin_port=0, log_file=str(log)), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        refused = httpx.post(f"{url}/v1/completions", content=ask, headers=page)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "origin_not_allowed"
+        assert "--cors-origins https://a.example" in refused.json()["error"]["message"]
+        own = {"origin": url, "sec-fetch-site": "same-origin"}
+        for headers in ({}, own, {"sec-fetch-site": "cross-site"}):  # the last: a link to /ui
+            assert httpx.post(f"{url}/v1/completions", content=ask, headers=headers).status_code == 200
+        admin = next(
+            json.loads(line)["address"] for line in log.read_text().splitlines() if '"admin"' in line
+        )
+        port = admin.rpartition(":")[2]
+        for headers in (
+            page,
+            {"origin": admin},
+            {"host": f"a.example:{port}"},
+            {"host": "127.0.0.1.a.example"},
+        ):
+            answer = httpx.post(f"{admin}/drain", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+        for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", "127.0.0.2"):
+            assert httpx.get(f"{admin}/version", headers={"host": host}).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200  # nobody has drained it
+    keys = tmp_path / "keys"
+    keys.write_text("key\n")
+    listed = service_of(
+        llm, admin_port=0, admin_key_file=str(keys), cors_origins=["https://a.example"], log_file=str(log)
+    )
+    with serving(listed, lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert httpx.post(f"{url}/v1/completions", content=ask, headers=page).status_code == 200
+        admin = [json.loads(line)["address"] for line in log.read_text().splitlines() if '"admin"' in line][
+            -1
+        ]
+        assert httpx.options(f"{admin}/drain", headers=page).status_code == 403
+        keyed = {"authorization": "Bearer key"}
+        assert httpx.post(f"{admin}/nothing", headers=keyed | page).status_code == 403
+        assert httpx.post(f"{admin}/nothing", headers=keyed | {"host": "a.example"}).status_code == 404
+
+
 def test_bodies(llm: LLM) -> None:
     """Compressed bodies are read; too large ones are refused, before and after they are unpacked."""
     with serving(service_of(llm, max_body_bytes=10_000), lambda service: ScriptedEngine()) as url:
