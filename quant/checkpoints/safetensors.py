@@ -52,6 +52,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MAX_DIMENSIONS = 64
+"""The most dimensions of a tensor of torch."""
+MAX_SIZE = 1 << 63
+"""Sizes and offsets are below it. The product of sizes without a bound would take a time that grows with the square of their number."""
 UNUSED_DTYPES = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ")
 """Dtypes of the format that no weight read here has."""
 
@@ -290,9 +294,10 @@ def _entry(file: Path, name: str, value: Any, wrong: Any) -> Entry:
     if dtype is None:
         raise wrong(f"tensor {name} has dtype {fields.get('dtype')!r}")
     for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):
-        good = isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
-        if not good or (what == "data_offsets" and len(numbers) != 2):
-            raise wrong(f"tensor {name} has {what} {numbers!r}")
+        good = isinstance(numbers, list) and all(type(n) is int and 0 <= n < MAX_SIZE for n in numbers)
+        most = MAX_DIMENSIONS if what == "shape" else 2
+        if not good or len(numbers) > most or (what == "data_offsets" and len(numbers) != 2):
+            raise wrong(f"tensor {name} has {what} {str(numbers)[:200]}")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise wrong(f"tensor {name} of {dtype} {shape} has {offsets[1] - offsets[0]} bytes")
     return Entry(file, dtype, tuple(shape))
