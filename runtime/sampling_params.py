@@ -265,7 +265,7 @@ def check_integers(**values: object) -> None:
 
 def is_seconds(value: object) -> bool:
     """Whether a value is a number of at least 0, which may be infinite."""
-    return (_finite(value) or value == math.inf) and isinstance(value, Real) and bool(value >= 0)
+    return (_finite(value) or value == math.inf) and isinstance(value, Real) and bool(float(value) >= 0)
 
 
 def check_timeout(timeout: float | None) -> None:
