@@ -69,7 +69,7 @@ class Grammar:
                 f"the grammar is too ambiguous: to read what was written takes more than {1e3 * TOKEN_S:g} ms for each token. Let a text have one "
                 "derivation: write a list as item*, or left-recursive (list: list item | item), and no rule twice around the same text"
             )
-        return str(self.matcher.get_error())
+        return _reason(self.matcher)
 
 
 class HostGrammar(Grammar):
@@ -124,10 +124,12 @@ class GrammarCompiler:
             if self._tokenizer.is_special_token(token["id"])
         }
         self._matcher = llguidance.LLMatcher
+        # Verbose errors have the parser's state behind them, with a kilobyte and more of counters.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._words = (vocab_size + 31) // 32
 
     def compile(self, output: StructuredOutput) -> Grammar:
-        """The grammar of an output that has not begun; UsageError says what is wrong with it. May take a second."""
+        """The grammar of an output that has not begun; UsageError says what is wrong with it. May take seconds, in which other threads run."""
         matcher = self._matcher
         try:
             if output.json_schema is not None:
@@ -147,10 +149,19 @@ class GrammarCompiler:
                 text = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
         except ValueError as error:
             raise UsageError(f"the structured output cannot be compiled: {error}") from error
-        compiled = matcher(self._tokenizer, text, log_level=0)
+        compiled = matcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if not compiled.is_error():
+            # The first mask builds the lexer of all terminals, or finds that it is too large. In a step every other request would wait for it.
+            compiled.compute_bitmask()
         if compiled.is_error():
-            raise UsageError(f"the structured output cannot be compiled: {compiled.get_error()}")
+            raise UsageError(f"the structured output cannot be compiled: {_reason(compiled)}")
         return Grammar(compiled, self._words)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher cannot go on, in llguidance's words, unless these say nothing to its user."""
+    error = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
+    return "nothing matches it: no token can come next" if error == "NoExtensionBias" else error
 
 
 def next_tokens(grammars: Sequence[Grammar], drafts: Sequence[Sequence[int]], pinned: bool) -> Tensor:

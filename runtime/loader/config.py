@@ -186,7 +186,10 @@ def _dtype(fields: Fields) -> str:
 
 def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
     value = generation.get("eos_token_id")
-    value = config.get("eos_token_id") if value is None else value
+    if value is None:
+        value = config.get("eos_token_id")
+    else:
+        origin = f"generation_config.json beside {origin}"
     ids = () if value is None else (value,) if isinstance(value, int) else value
     if not isinstance(ids, list | tuple) or not all(
         isinstance(i, int) and not isinstance(i, bool) for i in ids

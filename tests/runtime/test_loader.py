@@ -341,6 +341,10 @@ def test_a_window_that_cuts_nothing_off() -> None:
 def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
     assert parse_config(edited(), {"eos_token_id": [1, 7]}).eos_ids == (1, 7)
     assert parse_config(edited()).eos_ids == (1,)
+    with pytest.raises(
+        ConfigError, match=r"^generation_config\.json beside .*eos_token_id must be .* got 'x'"
+    ):
+        parse_config(edited(), {"eos_token_id": "x"})
     assert parse_config(edited(), {"do_sample": True, "temperature": 0.6, "top_p": 0.9}) == parse_config(
         edited()
     )

@@ -286,6 +286,21 @@ def test_an_ambiguous_grammar_ends_before_it_holds_up_others(
         assert written(grammar, letter, 2000) == 2000, grammar.error
 
 
+def test_a_grammar_makes_its_lexer_when_it_is_compiled(compiler: GrammarCompiler) -> None:
+    """In its own thread, where only its request waits: of terminals that are a million characters long it takes seconds, and a step half a second
+    at most. What goes wrong is said in a line, without the state of the parser."""
+    doubled = "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(20))
+    begin = time.thread_time()
+    grammar = compiler.compile(StructuredOutput(grammar=f'start: R0\n{doubled}\nR20: "a"'))
+    compiling, begin = time.thread_time() - begin, time.thread_time()
+    mask = grammars.next_tokens([grammar], [[]], False)
+    grammar.consume([int(mask[0].nonzero()[0]) * 32 + int(mask[0].max()).bit_length() - 1])
+    assert time.thread_time() - begin < compiling / 2
+    assert grammar.failed and grammar.error == "lexer error: too many expressions constructed"
+    with pytest.raises(UsageError, match="cannot be compiled: nothing matches it: no token can come next$"):
+        compiler.compile(StructuredOutput(json_schema={"$ref": "#"}))
+
+
 def test_time_counts_by_tokens(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long once, and little afterwards, goes on."""
     clock = [0.0]
