@@ -17,10 +17,13 @@ from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.integers import as_flag, check_bytes_or_part, plain
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.sampling_params import check_integers
+from gristmill.runtime.sampling_params import check_integers, is_seconds
 from gristmill.runtime.speculation.config import Speculation
 
 P = ParamSpec("P")
+
+MOST_SEQS = 2**31 - 1
+"""Kernels number the requests of a step by int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,10 @@ class EngineConfig:
             raise UsageError(f"task must be one of {', '.join(tasks)}, got {self.task!r}")
         if self.warm not in ("auto", "off"):
             raise UsageError(f"warm must be 'auto' or 'off', got {self.warm!r}")
+        if self.queue_order not in ("fcfs", "priority"):
+            raise UsageError(f"queue_order must be 'fcfs' or 'priority', got {self.queue_order!r}")
+        if not is_seconds(self.rank_timeout) or not 0 < self.rank_timeout < 1e6:
+            raise UsageError(f"rank_timeout must be seconds, more than 0, got {self.rank_timeout!r}")
         for name, wanted in (
             ("enable_prefix_cache", "True or False"),
             ("decode_graphs", "True, False or None"),
@@ -155,6 +162,8 @@ class EngineConfig:
             max_model_len=self.max_model_len,
             tensor_parallel=self.tensor_parallel,
         )
+        if self.max_seqs is not None and self.max_seqs > MOST_SEQS:
+            raise UsageError(f"max_seqs must be at most {MOST_SEQS}, got {self.max_seqs}")
         if self.prompt_graphs != 0 or isinstance(self.prompt_graphs, bool):
             check_integers(prompt_graphs=self.prompt_graphs)
         if self.speculate is not None and self.tensor_parallel > 1:

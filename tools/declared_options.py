@@ -49,7 +49,10 @@ def ids(text: str) -> list[int]:
 
 def mapping(text: str) -> dict[str, Any]:
     """A JSON object."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its arrays and objects are nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("a JSON object is expected")
     return value

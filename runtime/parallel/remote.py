@@ -47,7 +47,7 @@ def start_ranks(
     spread = bool(sizes["context_parallel"])
     # Refuses heads before any process is started.
     local_config(config, Mesh(0, world, context_parallel=spread))
-    kind = device_of_ranks(world, timeout, device, policy)
+    kind = device_of_ranks(world, device, policy)
     if spread and any(config.chunks):
         raise UsageError(
             f"context_parallel spreads whole contexts over ranks; {config.architecture} has layers with chunks of {max(config.chunks)} tokens, "
@@ -66,8 +66,8 @@ def start_ranks(
     )
 
 
-def device_of_ranks(world: int, timeout: float, device: str | torch.device, policy: Policy | None) -> str:
-    """``cpu`` or ``cuda``, on which so many ranks can run; UsageError if there is none, or `timeout` is no number of seconds."""
+def device_of_ranks(world: int, device: str | torch.device, policy: Policy | None) -> str:
+    """``cpu`` or ``cuda``, on which so many ranks can run; UsageError if there is none."""
     kind = parse_device(device, policy).type if str(device) == "auto" else str(device)
     if kind not in ("cpu", "cuda"):
         raise UsageError(
@@ -78,8 +78,6 @@ def device_of_ranks(world: int, timeout: float, device: str | torch.device, poli
             f"tensor_parallel={world} needs {world} CUDA devices; torch sees {torch.cuda.device_count()}; "
             "device='cpu' has all ranks on the CPU"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
-        raise UsageError(f"rank_timeout must be seconds, more than 0, got {timeout!r}")
     return kind
 
 

@@ -97,7 +97,7 @@ def start_pooling_ranks(
         )
     local_config(config, Mesh(0, world))
     policy = options.loaded_policy or Policy.current()
-    kind = device_of_ranks(world, options.rank_timeout, options.device, policy)
+    kind = device_of_ranks(world, options.device, policy)
     loading = {"path": path, "options": options}
     ranks = RanksConfig(
         world, kind, policy, loading, config.max_position, timeout=float(options.rank_timeout)

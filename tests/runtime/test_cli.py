@@ -155,6 +155,7 @@ def test_sampling_parameters_from_a_file(gristmill: Command, tmp_path: Path) -> 
     assert 300 not in first["token_ids"] and len(first["token_ids"]) <= 9 and first["text"].islower()
     assert len(json.loads(run(json.dumps(params), "--max-tokens", "2").stdout)["token_ids"]) == 2
     mistake(run("[1]"), "a JSON object is expected")
+    mistake(run("[" * 100_000), "nested too deeply")
     mistake(run('{"max_token": 3}'), "params.json has no max_token; known: max_tokens")
     mistake(run('{"structured_output": {"regexp": "a"}}'), "structured output has no regexp; known: json")
     mistake(gristmill(*options, "--params", str(tmp_path / "absent.json")), "cannot read")

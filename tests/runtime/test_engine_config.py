@@ -88,6 +88,23 @@ def test_a_size_of_the_cache_is_checked_before_anything_is_loaded() -> None:
     assert flag is False
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("max_seqs", 2**63, "max_seqs must be at most 2147483647, got 9223372036854775808"),
+        ("rank_timeout", "300", "rank_timeout must be seconds, more than 0, got '300'"),
+        ("rank_timeout", 0, "rank_timeout must be seconds, more than 0, got 0"),
+        ("rank_timeout", math.nan, "rank_timeout must be seconds, more than 0, got nan"),
+        ("rank_timeout", 10**400, "rank_timeout must be seconds, more than 0, got 1000"),
+        ("queue_order", "lifo", "queue_order must be 'fcfs' or 'priority', got 'lifo'"),
+    ],
+)
+def test_options_out_of_their_range(name: str, wrong: object, message: str) -> None:
+    """Before anything is loaded, also where no other option has a use for them."""
+    with pytest.raises(UsageError, match=message):
+        LLM("/absent", **{name: wrong})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("make", [LLM, Engine, lambda model, **options: Replicas(model, 2, **options)])
 def test_unknown_options_are_refused_before_anything_is_loaded(make: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="an engine has no option 'max_seq'; did you mean max_seqs?"):
