@@ -114,6 +114,9 @@ inline __half2 __hmul2(__half2 a, __half2 b) {
 inline float __shfl_xor_sync(uint32_t, float value, int mask) {
   return gm::float_of(int(gm::shuffle_xor(uint32_t(gm::bits_of(value)), mask)));
 }
+inline uint32_t __shfl_sync(uint32_t, uint32_t value, int from) {
+  return gm::of_warp(value, [=](auto given) { return uint32_t(given(from)); });
+}
 inline float __shfl_sync(uint32_t, float value, int from) {
   return gm::float_of(
       gm::of_warp(uint64_t(uint32_t(gm::bits_of(value))), [=](auto given) { return int(given(from)); }));
@@ -131,6 +134,10 @@ inline int __reduce_min_sync(uint32_t, int value) {
 }
 inline int __reduce_max_sync(uint32_t, int value) {
   return reduce_warp(value, [](int a, int b) { return std::max(a, b); });
+}
+template <typename T>
+T __reduce_add_sync(uint32_t, T value) {
+  return T(reduce_warp(int(value), [](int a, int b) { return int(uint32_t(a) + uint32_t(b)); }));
 }
 inline size_t __cvta_generic_to_shared(const void* at) { return gm::smem_u32(at); }
 inline bool __any_sync(uint32_t, bool value) { return gm::ballot(value) != 0; }
