@@ -90,8 +90,29 @@ inline void tma_load(uint32_t dst, const void* map, int x, int y, uint32_t bar) 
 inline void tma_load(uint32_t dst, const void* map, int x, int y, int z, uint32_t bar) {
   tma_box<3>(dst, map, {x, y, z}, bar);
 }
+inline void tma_load(uint32_t dst, const void* map, int x, int y, int z, int w, uint32_t bar) {
+  tma_box<4>(dst, map, {x, y, z, w}, bar);
+}
 inline void tma_load(uint32_t dst, const void* map, int x, int y, int z, int w, int u, uint32_t bar) {
   tma_box<5>(dst, map, {x, y, z, w, u}, bar);
+}
+
+// What this thread has copied by cp.async so far.
+inline void cp_async_mbar_arrive(uint32_t bar) {
+  auto& groups = fibers::copies[fibers::current];
+  bar = fibers::of_rank(bar);
+  const auto copy = [=, groups = std::exchange(groups, {{}})] {
+    for (const auto& group : groups)
+      for (const fibers::Copy& one : group) {
+        std::memset(fibers::memory_at(one.to), 0, one.all);
+        std::memcpy(fibers::memory_at(one.to), one.from, one.bytes);
+      }
+    mbar_arrive(bar);
+  };
+  if (fibers::order / 2 % 2)
+    fibers::mbarriers.at(bar).copies.push_back(copy);
+  else
+    copy();
 }
 
 // A box from shared memory, in the 128-byte swizzle, without what is past the tensor. In orders in which copies are late it is read when its thread
@@ -135,6 +156,15 @@ void stmatrix_trans(uint32_t to, const uint32_t (&r)[COUNT]) {
 }
 inline void stmatrix_x2_trans(uint32_t to, const uint32_t (&r)[2]) { stmatrix_trans(to, r); }
 inline void stmatrix_x4_trans(uint32_t to, const uint32_t (&r)[4]) { stmatrix_trans(to, r); }
+// The same of rows in four lanes each.
+inline void stmatrix_x4(uint32_t to, const uint32_t (&r)[4]) {
+  const int lane = fibers::current % 32;
+  of_warp(to, [&](auto given) {
+    for (int m = 0; m < 4; ++m)
+      std::memcpy(fibers::memory_at(uint32_t(given(m * 8 + lane / 4)) + lane % 4 * 4), &r[m], 4);
+    return 0;
+  });
+}
 inline void st_shared(uint32_t to, float4 v) { std::memcpy(fibers::memory_at(to), &v, 16); }
 inline void st_shared(uint32_t to, uint16_t v) { std::memcpy(fibers::memory_at(to), &v, 2); }
 template <typename T>
@@ -158,6 +188,11 @@ inline void mbar_arrive_at_rank(uint32_t bar, int rank) { mbar_arrive(mapa(bar, 
 
 // What gm_cuda.h has for the host.
 #define GM_CUDA_ARGS(name, Struct) extern "C" int name
+#define GM_CUDA_CALL(name, Op, ...)  \
+  struct name##_options {            \
+    __VA_OPT__(int64_t __VA_ARGS__;) \
+  };                                 \
+  extern "C" int name
 #define GM_CUBIN nullptr
 enum : int {
   GM_OK = 0,

@@ -46,7 +46,7 @@ inline char* array =
 constexpr int kRank =
     20;  // bits of an address in shared memory; those above are 0, or one more than the rank of its CTA
 inline char* memory_at(uint32_t address) {
-  if (array) return array + address;
+  if (array) return array + (address & ((1u << kRank) - 1));
   const int rank = address >> kRank ? int(address >> kRank) - 1 : cluster_rank();
   return static_cast<char*>(shared()) + (rank - cluster_rank()) * int64_t(block_bytes) +
          (address & ((1u << kRank) - 1));

@@ -47,6 +47,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
     if (warp == 0) {
       scheduler.next(p, smem, work);
       mbar_wait(bars.work_empty(round), (round >> 1 & 1) ^ 1);
+      __syncwarp();  // a lane that came later would wait for the phase that the first one begins
       if (lane == 0) {
         put_work(place, work);
         mbar_arrive(bars.work_full(round));
