@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from math import e, floor, log2
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,9 +69,15 @@ def drawn(keys: int, spread: float, seed: int = 0) -> Tensor:
     return torch.randn(2, keys, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+def unit(cap: float) -> float:
+    """The factor of all weights, by which the largest one, of a score at the cap, is a power of two."""
+    bits = cap * log2(e)
+    return float(2 ** (floor(bits) - bits))
+
+
 def check(tile: Tile, scores: Tensor, cap: float, seen: Tensor) -> None:
     """seen: [2, keys], which keys count."""
-    exact = torch.exp(cap * torch.tanh(scores.double() * SCALE / cap)).where(seen, 0.0)
+    exact = (torch.exp(cap * torch.tanh(scores.double() * SCALE / cap)) * unit(cap)).where(seen, 0.0)
     assert bool(((tile.weights - exact).abs() <= exact * (2**-8 + 1e-4)).all())
     assert torch.allclose(tile.sums.double(), exact.sum(1), rtol=1e-4, atol=0)
     assert torch.allclose(tile.rounded.double(), tile.weights.double().sum(1), rtol=1e-6, atol=0)
@@ -90,9 +97,11 @@ def test_the_largest_and_the_smallest_weights_are_numbers(library: ctypes.CDLL) 
     scores = torch.tensor([[float("inf"), 1e30] * 32, [-float("inf"), -1e30] * 32])
     for cap in CAPS:
         tile = weigh(library, scores, cap)
-        expected = torch.exp(torch.tensor([cap, -cap], dtype=torch.float64))
+        expected = torch.exp(torch.tensor([cap, -cap], dtype=torch.float64)) * unit(cap)
         assert torch.allclose(tile.sums.double(), 64 * expected, rtol=1e-4)
         assert bool((tile.weights > 0).all() and tile.weights.isfinite().all())
+        # Rounded least: many weights of small caps are near the largest one.
+        assert bool((tile.weights[0] == 2.0 ** floor(cap * log2(e))).all())
 
 
 @pytest.mark.parametrize("keys", [64, 128])

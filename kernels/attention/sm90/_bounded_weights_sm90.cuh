@@ -5,8 +5,8 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Inverses of SoftCap::to_inverses -> weights 2^score, in bf16. A small cap bounds the scores, so that weights and their sums are in
-// the range of bf16 and float32 whatever a row's maximum is: none is looked for, and nothing is rescaled. l: row sums of the weights.
+// Inverses of SoftCap::to_inverses -> weights 2^(score - fraction), in bf16. A small cap bounds the scores, so that weights and their
+// sums are in the range of bf16 and float32 whatever a row's maximum is: none is looked for, and nothing is rescaled. l: row sums of the weights.
 // rounded: of the weights in bf16, which divide the results: the largest weight, which is not 1, would be rounded as well.
 template <int N, class Cap>
 __device__ __forceinline__ void bounded_weights(const float (&s)[N], const Cap& cap, float (&l)[2],

@@ -429,8 +429,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         if constexpr (K::Scores::kBounded) {
           rounded[r] += __shfl_xor_sync(0xffffffffu, rounded[r], 1);
           rounded[r] += __shfl_xor_sync(0xffffffffu, rounded[r], 2);
-          // All that follows divides by the sum of the weights, whose maximum then is 2^0.
-          if (bounded) acc.m[r] = acc.l[r] == 0.f ? -INFINITY : 0.f;
+          // All that follows divides by the sum of the weights, for which this then is the maximum.
+          if (bounded) acc.m[r] = acc.l[r] == 0.f ? -INFINITY : cap.fraction();
           factor[r] = bounded && acc.l[r] != 0.f ? __fdividef(acc.l[r], rounded[r]) : 1.f;
         }
       }

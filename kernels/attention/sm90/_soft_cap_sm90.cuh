@@ -1,11 +1,13 @@
 // The soft cap of attention scores on Hopper: cap tanh(s / cap), as Gemma 2 has it.
 #pragma once
+#include <cmath>
+
 #include "sm90/ptx.cuh"
 
 namespace gm {
 
 // SoftCap<false> is the identity. Capped scores are log2-scaled. in: factor from a score to the argument of tanh;
-// out: cap log2(e).
+// out: cap log2(e); whole: the largest integer up to it.
 template <bool CAP>
 struct SoftCap;
 
@@ -20,7 +22,7 @@ struct SoftCap<false> {
 
 template <>
 struct SoftCap<true> {
-  float in, out;
+  float in, out, whole;
 #ifdef __CUDACC__
   // tanh x = 1 - 2 / (1 + 2^(2 log2(e) x)) or, near 0, where that cancels, the first terms of its series. The
   // relative error of both is below 2e-6. tanh.approx.f32 is one instruction, but its error of 5e-4 is 2.5 % of a
@@ -75,14 +77,19 @@ struct SoftCap<true> {
       }
     }
   }
-  // The capped score of such an inverse; -inf of +inf.
-  __device__ __forceinline__ float of_inverse(float inverse) const { return fmaf(-2.f * out, inverse, out); }
+  // The capped score of such an inverse, less the fraction of `out`; -inf of +inf. Then the weights of all scores near the cap lie just
+  // below a power of two, where they are rounded least.
+  __device__ __forceinline__ float of_inverse(float inverse) const {
+    return fmaf(-2.f * out, inverse, whole);
+  }
+  __device__ __forceinline__ float fraction() const { return out - whole; }
 #endif
 };
 
 // scale: of the scores; 0 if they are log2-scaled already.
 inline SoftCap<true> soft_cap(float cap, float scale) {
-  return {(scale > 0.f ? scale : 0.6931471805599453f) / cap, cap * 1.4426950408889634f};
+  const float out = cap * 1.4426950408889634f;
+  return {(scale > 0.f ? scale : 0.6931471805599453f) / cap, out, std::floor(out)};
 }
 
 }  // namespace gm
