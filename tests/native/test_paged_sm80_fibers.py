@@ -203,8 +203,13 @@ EQUAL = (  # and CTAs
         6,
     ),
     ("q_tokens=7,seqs=7,max_q=1,max_ctx=129,total_ctx=903,heads=8,kv_heads=2,head_dim=256,window=128", 8),
+    (
+        "q_tokens=4,seqs=2,max_q=2,max_ctx=1248,total_ctx=2438,heads=8,kv_heads=1,head_dim=64,softcap=true,lse=true",
+        12,
+    ),
 )
-"""Contexts that are about equal: four pieces, one and two for each of them, and up to two of them in a piece."""
+"""Contexts that are about equal: four pieces, one and two for each of them, up to two of them in a piece, and six pieces of which the last is
+past the end of each context."""
 
 
 @pytest.mark.parametrize(("text", "ctas"), EQUAL)
