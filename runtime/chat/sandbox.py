@@ -33,6 +33,9 @@ MAX_BITS = 4096
 """The largest integer."""
 MAX_PADDING = 1000
 """Characters that a format, an indent or a precision may ask for."""
+MAX_WRAPPED = 100_000
+"""Characters of a text that is cut into lines, which takes the square of a word's length."""
+
 WIDE = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
 """In a format: a width of four digits, or one that is an argument."""
 
@@ -89,6 +92,14 @@ def weigh(*values: Any) -> None:
             waiting += value
 
 
+def check_result(result: Any) -> None:
+    """SecurityError if what a filter or a call has made is too large: a number too, whose quotients take the square of its digits."""
+    make(length(result))
+    weigh(result)
+    if isinstance(result, int) and result.bit_length() > MAX_BITS:
+        raise SecurityError("a number that large")
+
+
 def check_text(text: str | bytes, method: str, arguments: tuple[Any, ...]) -> None:
     """SecurityError if a method of a text, or the filter of that name, would make one that is too long."""
     first = arguments[0] if arguments else None
@@ -116,6 +127,8 @@ def check_filter(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         for padding in arguments:
             if (padding if isinstance(padding, int) else length(padding)) > MAX_PADDING:
                 raise SecurityError(f"{name} by that much")
+    if name == "wordwrap" and len(str(value)) > MAX_WRAPPED:
+        raise SecurityError("a text that long in lines")
     if name == "indent":
         make(MAX_PADDING * str(value).count("\n"))
     elif name in ("batch", "slice") and isinstance(first, int):
@@ -140,8 +153,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             arguments = (*arguments[:own], value, *rest)
         check_filter(name, value, (*rest, *named.values()))
         result = function(*arguments, **named)
-        make(length(result))
-        weigh(result)
+        check_result(result)
         return result
 
     return called
@@ -244,10 +256,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(text := getattr(method, "__self__", None), str | bytes):
             args = tuple(list(one) if hasattr(one, "__next__") else one for one in args)
             weigh(*args, *kwargs.values())
-            check_text(text, method.__name__, args)
+            check_text(text, method.__name__, (*args, *kwargs.values()))
+        elif isinstance(text, int) and method.__name__ == "to_bytes":
+            make(max((one for one in (*args, *kwargs.values()) if isinstance(one, int)), default=0))
         result = super().call(context, obj, *args, **kwargs)
-        make(length(result))
-        weigh(result)
+        check_result(result)
         return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
