@@ -34,16 +34,30 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 OP = default_registry().op("paged_attention")
 NAMES = [parameter.name for parameter in OP.parameters]
-OPTIONS = ("ctas", "part_tiles", "reading", "prompt_rows", "units", "counters_at", "parts_at")
+OPTIONS = {
+    "paged_on_cpu": ("ctas", "part_tiles", "reading", "prompt_rows", "units", "counters_at", "parts_at"),
+    "decode_on_cpu": ("ctas", "counters_at", "parts_at"),
+}
+"""Of the entries."""
 PAD = 8
 """Elements between the heads of out."""
 
 
+def load(folders: pytest.TempPathFactory, name: str) -> ctypes.CDLL:
+    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init", "-fno-gnu-unique"]
+    source = ROOT / f"tests/native/{name}_fibers.cpp"
+    return compiled_library.load(folders.mktemp(name) / f"{name}.so", source, flags=flags)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    out = tmp_path_factory.mktemp("paged_sm90") / "paged_sm90.so"
-    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init", "-fno-gnu-unique"]
-    return compiled_library.load(out, ROOT / "tests/native/paged_sm90_fibers.cpp", flags=flags)
+    return load(tmp_path_factory, "paged_sm90")
+
+
+@pytest.fixture(scope="module")
+def decodes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels for few rows of each sequence."""
+    return load(tmp_path_factory, "paged_decode_sm90")
 
 
 class Entry:
@@ -51,14 +65,15 @@ class Entry:
 
     pack = _launch.ENTRY.pack
 
-    def __init__(self, library: ctypes.CDLL, order: int) -> None:
-        self.library, self.order = library, order
+    def __init__(self, library: ctypes.CDLL, name: str, order: int) -> None:
+        self.library, self.name, self.order = library, name, order
 
     def cuda(self, config: dict[str, int], call: Any, device: int) -> None:
         self.library.set_order(self.order)
-        options = pack(f"{len(OPTIONS)}q", *(int(config[name]) for name in OPTIONS))
+        names = OPTIONS[self.name]
+        options = pack(f"{len(names)}q", *(int(config[name]) for name in names))
         # -200: threads wait for each other in vain; -300: written past the shared memory.
-        assert self.library.paged_on_cpu(type(self).pack(call), options, 0, None) == 0
+        assert self.library[self.name](type(self).pack(call), options, 0, None) == 0
         assert not call.workspace[:COUNTER_BYTES].any(), "counters are left"
 
 
@@ -78,17 +93,24 @@ class Case:
         return self.outputs(OP.reference(*(self.given | {"lse": lse}).values()), lse)
 
     def computed(
-        self, library: ctypes.CDLL, ctas: int = 3, order: int = 0, parts: int = 0, rows: int = PROMPT_ROWS
+        self,
+        library: ctypes.CDLL,
+        ctas: int = 3,
+        order: int = 0,
+        parts: int = 0,
+        rows: int = PROMPT_ROWS,
+        decode: bool = False,
     ) -> list[Tensor]:
-        """parts: tiles of keys of a part of a context, 0 for whole ones. rows: of a tile of prompts."""
+        """parts: tiles of keys of a part of a context, 0 for whole ones. rows: of a tile of prompts. decode: by the kernel for few rows."""
         q = self.given["q"]
         tokens, heads, dim = q.shape
         room = torch.full((tokens + 2, heads, dim + PAD), float("nan")).to(q.dtype)
         out = room[1:-1, :, :dim]
         config = {"ctas": ctas, "part_tiles": parts, "reading": READING, "prompt_rows": rows}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_launch, "ENTRY", Entry(library, order))
-            _launch.launch(config, make_call("paged_attention", *self.given.values(), out))
+            patch.setattr(_launch, "ENTRY", Entry(library, "paged_on_cpu", order))
+            patch.setattr(_launch, "DECODE", Entry(library, "decode_on_cpu", order))
+            _launch.launch(config, make_call("paged_attention", *self.given.values(), out), decode)
         assert bool(room[0].isnan().all() and room[-1].isnan().all() and room[..., dim:].isnan().all())
         return self.outputs(out, self.given["lse"])
 
@@ -198,3 +220,32 @@ def test_rows_do_not_depend_on_the_batch(library: ctypes.CDLL) -> None:
             )
             for computed, expected in zip(alone.computed(library, rows=128), whole, strict=True):
                 assert torch.equal(computed, expected[rows]), (seq, some)
+
+
+DECODES = (  # and CTAs
+    (
+        "q_tokens=5,seqs=6,max_q=1,max_ctx=700,total_ctx=1300,heads=8,kv_heads=2,head_dim=64,sinks=true,lse=true",
+        7,
+    ),
+    (
+        "q_tokens=9,seqs=5,max_q=3,max_ctx=300,total_ctx=700,heads=4,kv_heads=1,head_dim=80,block_size=7,window=40",
+        3,
+    ),
+    (
+        "q_tokens=3,seqs=3,max_q=1,max_ctx=1200,total_ctx=1300,heads=4,kv_heads=1,head_dim=256,block_size=24,lse=true",
+        9,
+    ),
+    # Contexts that are about equal: pieces of each, of which the last may be empty, and contexts of a piece.
+    ("q_tokens=2,seqs=2,max_q=1,max_ctx=1248,total_ctx=2438,heads=4,kv_heads=1,head_dim=64,lse=true", 6),
+    ("q_tokens=2,seqs=2,max_q=1,max_ctx=1000,total_ctx=2000,heads=8,kv_heads=1,head_dim=256,sinks=true", 12),
+    ("q_tokens=21,seqs=7,max_q=3,max_ctx=300,total_ctx=2060,heads=8,kv_heads=2,head_dim=80,sinks=true", 4),
+)
+
+
+@pytest.mark.parametrize(("text", "ctas"), DECODES)
+def test_decodes(decodes: ctypes.CDLL, text: str, ctas: int) -> None:
+    """Of few rows, in pieces of equal length and in whole ones."""
+    case = Case(text)
+    for order in range(2):
+        found = case.error(case.computed(decodes, ctas, order=order, decode=True))
+        assert found < 1, (order, found)
