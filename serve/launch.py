@@ -252,7 +252,7 @@ def listen(config: ServeConfig) -> socket.socket:
     """The socket of the API. UsageError: its address is taken, or not ours."""
     if config.uds is not None:
         path = Path(config.uds)
-        if path.is_socket():
+        if path.is_socket() and not _listened_at(path):  # a server that was killed has left it
             path.unlink()
         one = socket.socket(socket.AF_UNIX)
         try:
@@ -262,6 +262,19 @@ def listen(config: ServeConfig) -> socket.socket:
             raise UsageError(f"cannot listen at {path}: {error.strerror or error}") from error
         return one
     return bind(config.host, config.port)
+
+
+def _listened_at(path: Path) -> bool:
+    """Whether a program may listen at a Unix socket: all but a refusal says so."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
 
 
 def bind(host: str, port: int) -> socket.socket:

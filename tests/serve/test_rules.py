@@ -20,7 +20,7 @@ from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import UsageError
 from gristmill.serve import app, exchange
 from gristmill.serve.engines import open_engines
-from gristmill.serve.launch import bind
+from gristmill.serve.launch import bind, listen
 from tests.serve.scripted import ScriptedEngine
 from tests.serve.server import service_of, serving
 
@@ -341,6 +341,24 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"127.0.0.1:{port}"):
             bind("127.0.0.1", port)
+
+
+def test_a_unix_socket(llm: LLM, tmp_path: Path) -> None:
+    """It serves; another server does not take it away, and one that a killed server has left is replaced."""
+    path = tmp_path / "socket"
+    service = service_of(llm, uds=str(path))
+    with serving(service, lambda service: ScriptedEngine()) as url:
+        assert url == f"unix:{path}"
+        with pytest.raises(UsageError, match=f"cannot listen at {path}: Address already in use"):
+            listen(service.config)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+            wait_for(lambda: client.get("/ready").status_code == 200)
+            assert client.post("/v1/completions", json=ASK).status_code == 200
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with listen(service.config):
+        assert path.is_socket()
 
 
 @pytest.mark.parametrize(
