@@ -292,6 +292,8 @@ PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
         ((*PROMPT, "--quant", "int5"), "unknown scheme 'int5'"),
         ((*PROMPT, "--dtype", "fp7"), "unknown dtype 'fp7'; known: auto, fp32, fp16, bf16"),
         ((*PROMPT, "--device", "tpu"), "unknown device 'tpu'; known: auto, cpu, cuda"),
+        ((*PROMPT, "--drain-seconds", "-1"), "--drain-seconds must be seconds, at least 0, got -1.0"),
+        ((*PROMPT, "--drain-seconds", "nan"), "--drain-seconds must be seconds, at least 0, got nan"),
         ((*PROMPT, "--temperature", "-1"), "temperature must be a finite number of at least 0, got -1"),
         ((*PROMPT, "--max-tokens", "0"), "max_tokens must be an integer of at least 1, got 0"),
         ((*PROMPT, "--max-tokens", "many"), "'many' is not a valid integer"),

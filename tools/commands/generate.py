@@ -70,10 +70,13 @@ def generate(
     "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
     """
     from gristmill.runtime.completion import GrowingCompletion
-    from gristmill.runtime.sampling_params import SamplingParams
+    from gristmill.runtime.errors import UsageError
+    from gristmill.runtime.sampling_params import SamplingParams, is_seconds
     from gristmill.tools.declared_options import given, params_of
     from gristmill.tools.reports import print_drafts, print_kernels, print_transfer
 
+    if not is_seconds(drain_seconds):
+        raise UsageError(f"--drain-seconds must be seconds, at least 0, got {drain_seconds}")
     params = params_of(params_file, given(SamplingParams, options))
     llm = load_llm(options, as_json, text=True, warm="off")
     begin = time.perf_counter()
