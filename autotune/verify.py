@@ -53,8 +53,13 @@ def new_trial(op: Op, problem: Problem, device: str, seed: int = 0) -> Trial:
         return Trial(arguments, run_reference(op, arguments))
     except Exception as error:
         raise UnverifiableError(
-            f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {error}"
+            f"the reference of {op.name} {problem} did not run: {type(error).__name__}: {_without_frames(error)}"
         ) from error
+
+
+def _without_frames(error: Exception) -> str:
+    """What torch says of an error, without the places in its own code."""
+    return str(error).partition("\nException raised from ")[0]
 
 
 def verify(

@@ -52,6 +52,13 @@ def version_key(version: str) -> tuple[int, ...]:
     return (*numbers, -1) if early else (*numbers, 0)
 
 
+def _at_least(installed_version: str, minimum: str) -> bool:
+    try:
+        return version_key(installed_version) >= version_key(minimum)
+    except ValueError:  # an installed package may call its version anything
+        return False
+
+
 @dataclass(frozen=True)
 class Build:
     """An installation.
@@ -137,7 +144,7 @@ class Build:
         installed_version = self.version(name)
         if installed_version is None:
             return f"package {name} is not installed"
-        if minimum and version_key(installed_version) < version_key(minimum):
+        if minimum and not _at_least(installed_version, minimum):
             return f"package {name} is {installed_version}; {minimum} or newer is needed"
         return None
 

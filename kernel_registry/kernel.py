@@ -30,7 +30,7 @@ The contract of a kernel:
 
 Third parties register modules with the same attributes under the entry point group ``gristmill.kernels`` (`plugins`). A plugin is added as a
 whole or not at all; one that cannot be imported, or whose specs are invalid, is a line of ``kernelbench doctor`` and a reason in
-``kernelbench list``.
+``kernelbench list``. A kernel of a plugin whose ``accepts``, ``config`` or other functions raise is refused, with a warning (`plugin_kernels`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from typing import Any
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.closure import installed_sources
+from gristmill.kernel_registry.plugins import PluginKernelError
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
@@ -165,7 +166,12 @@ class Kernel:
         """Why it cannot run a problem on a device with an installation, in the order of the checks; () = it can."""
         if reasons := self.requires.check_hardware(target, build) or self.requires.check_build(target, build):
             return reasons
-        reason = self.accepts(problem) or build.why_not_sources(self.sources(problem))
+        try:
+            reason = self.accepts(problem) or build.why_not_sources(self.sources(problem))
+            if reason is None:
+                self.config(problem, target)
+        except PluginKernelError as error:
+            reason = str(error)
         return () if reason is None else (reason,)
 
     def takes(self, problem: Problem, config: Config) -> bool:

@@ -54,6 +54,10 @@ class PluginFailure:
         return asdict(self.plugin) | {"reason": self.reason}
 
 
+class PluginKernelError(ValueError):
+    """A function of a plugin's kernel raised, or returned what it must not."""
+
+
 def _state(folder: str) -> tuple[str, int]:
     """A folder of `sys.path`, and when something was last installed there."""
     try:

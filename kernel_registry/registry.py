@@ -14,6 +14,7 @@ from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.kernel import Kernel, accept_defaults
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plugin_kernels import guarded
 from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
 from gristmill.kernel_registry.requirement import Requirement
 
@@ -199,7 +200,7 @@ def _all_added(
         try:
             for spec in declared:
                 _check(spec)
-                candidate.add(spec)
+                candidate.add(guarded(spec, plugin) if isinstance(spec, Kernel) else spec)
                 if isinstance(spec, Op):
                     candidate.plugins[spec.name] = plugin
         except Exception as error:  # a check calls functions of the plugin

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.build import Build, version_key
 from gristmill.kernel_registry.offers import OR
 from gristmill.kernel_registry.target import Target, why_not_code
 from gristmill.kernel_registry.targets import VENDORS
@@ -52,6 +52,12 @@ class Requirement:
         for vendor in self.vendors:
             if vendor not in VENDORS and vendor not in all_vendors():
                 raise ValueError(f"vendor {vendor!r} is unknown; expected one of {', '.join(all_vendors())}")
+        for name, minimum in self.packages:
+            if minimum:
+                try:
+                    version_key(minimum)
+                except ValueError as error:
+                    raise ValueError(f"package {name}: {error}") from None
         for offer in self.offers:
             if not all(re.fullmatch(r"[\w.]+:[\w.]+", name) for name in offer.split(OR)):
                 raise ValueError(

@@ -8,14 +8,16 @@ apply to the present code of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.grades import Proof, best, proofs
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plugins import PluginKernelError
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.shipped import Elsewhere, shipped_verifications
@@ -132,7 +134,7 @@ def select(
     """
     fitting = kernels if isinstance(kernels, Fitting) else Fitting.of(op, kernels, target, build)
     case = _Case(op, problem, target, fitting.compiled, build, store, policy, layouts)
-    judged = [*fitting.refused, *(_judge(case, kernel) for kernel in fitting.kernels)]
+    judged = [*fitting.refused, *(_answered(_judge, case, kernel) for kernel in fitting.kernels)]
     alive = [c for c in judged if c.verdict in ("eligible", "unverified")]
     losers = [c for c in judged if c.verdict not in ("eligible", "unverified")]
     if policy.strict and policy.pinned(op.name):
@@ -205,8 +207,20 @@ def able(
     return [
         kernel
         for kernel in fitting.kernels
-        if (not pinned or policy.rank(op.name, kernel.name) is not None) and _refused(case, kernel) is None
+        if (not pinned or policy.rank(op.name, kernel.name) is not None)
+        and _answered(_refused, case, kernel) is None
     ]
+
+
+Judged = TypeVar("Judged", Candidate, Candidate | None)
+
+
+def _answered(judge: Callable[[_Case, Kernel], Judged], case: _Case, kernel: Kernel) -> Judged:
+    """`judge(case, kernel)`; a kernel of a plugin whose functions do not answer is refused."""
+    try:
+        return judge(case, kernel)
+    except PluginKernelError as error:
+        return Candidate(kernel, "problem", (str(error),))
 
 
 def _refused(case: _Case, kernel: Kernel) -> Candidate | None:

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
+import click
 import pytest
 from rich.console import Console
 
@@ -55,7 +57,7 @@ def run_body(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess
     """Runs a command whose body is `body` as the command lines are run. stdout: where to, a pipe by default."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import click\nfrom gristmill import console\n\n@click.command()\ndef it():\n"
+        "import click\nfrom gristmill import console\nfrom gristmill.autotune.errors import UnverifiableError\n\n@click.command()\ndef it():\n"
         + textwrap.indent(body, "    ")
         + "\n\nconsole.run(it, 'program')\n",
         encoding="utf-8",
@@ -82,6 +84,7 @@ def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
         ("open('/nowhere/x')", "program: /nowhere/x: No such file or directory\n"),
         ("open('/etc/hostname/x', 'w')", "program: /etc/hostname/x: Not a directory\n"),
         ("raise OSError(28, 'No space left on device')", "program: No space left on device\n"),
+        ("raise UnverifiableError('no memory')", "program: no memory\n"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_2(tmp_path: Path, body: str, complaint: str) -> None:
@@ -103,6 +106,16 @@ def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> N
     result = run_body(body, tmp_path, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (console.READER_GONE, "")
+
+
+def test_output_that_the_caller_closed_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    for stream in ("stdout", "stderr"):  # as Python has them under >&- 2>&-
+        monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(SystemExit) as stop:
+        console.run(click.Command("it", callback=lambda: console.table("t", ["c"], [["x"]])), "program")
+    assert stop.value.code == 0
 
 
 def test_a_table_of_rows_takes_keys_and_functions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from gristmill.autotune.errors import UnverifiableError
 from gristmill.kernel_registry.registry import UnknownError
 from gristmill.kernel_registry.select import NoKernelError
 
-USER_ERRORS = (ValueError, UnknownError, NoKernelError, OSError)
-"""What a mistaken argument, a file or a full disk raises anywhere below: shown as one line. Anything else is our bug, with its
-traceback."""
+USER_ERRORS = (ValueError, UnknownError, NoKernelError, UnverifiableError, OSError)
+"""What a mistaken argument, a problem larger than the memory, a file or a full disk raises anywhere below: shown as one line.
+Anything else is our bug, with its traceback."""
 
 CRASHED, INTERRUPTED, READER_GONE = 70, 130, 141
 """Exit statuses that no command gives a meaning of its own: 1 is a verdict of several, so a bug must not end with it."""
@@ -32,6 +33,9 @@ def run(command: click.Command, name: str) -> None:
     warnings.showwarning = lambda message, *_: print(
         f"{name}: warning: {' '.join(str(message).split())}", file=sys.stderr
     )
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the caller closed it
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     try:
         status = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()

@@ -48,6 +48,13 @@ def test_a_kernel_that_gets_no_memory_is_not_wrong() -> None:
         verify(zoo.OP, zoo.kernel(zoo.gets_no_memory), {}, PROBLEM, "cpu")
 
 
+def test_a_problem_larger_than_the_memory_is_told_in_one_line() -> None:
+    problem = zoo.OP.problem(f"m=1,n={10**20},x=fp32")  # torch adds a page of its own frames
+    with pytest.raises(UnverifiableError, match="the reference of .* did not run: .*[Oo]verflow") as told:
+        verify(zoo.OP, zoo.kernel(zoo.honest), {}, problem, "cpu")
+    assert "\n" not in str(told.value).strip()
+
+
 def test_arguments_are_made_once_for_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     trials, real = [], verifying.new_trial
     monkeypatch.setattr(verifying, "new_trial", lambda *given: trials.append(given) or real(*given))

@@ -48,6 +48,10 @@ FAULTS = {
     "no_op": (GOOD.replace('"rms_norm"', '"no_such_op"'), "has kernels of no_such_op: no such operation"),
     "no_launcher": (GOOD.replace("json:dumps", "json"), "target must be 'module:attr', got 'json'"),
     "bad_priority": (GOOD.replace("requires=", "priority='high', requires="), "priority an int"),
+    "bad_version": (
+        GOOD.replace("requires=Requirement()", "requires=Requirement(packages=(('torch', 'new'),))"),
+        "package torch: 'new' is no version number",
+    ),
     "bad_type": (
         OPERATION.replace("Scalar('eps', 'float')", "Scalar('eps', 'real')"),
         "ValueError: gm_op: eps must be one of int, float, bool, str, got 'real'",
@@ -141,6 +145,54 @@ def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_p
     total, present, late = process.stdout.splitlines()
     assert float(total) == 3.0 and present == "True False False False"
     assert late == "plugin late (gm_late, from gm-late 1.0): IndexError: string index out of range"
+
+
+FAULTY = {
+    "accepts": ("accepts=lambda problem: 1 / 0", "accepts raised ZeroDivisionError: division by zero"),
+    "refuses": (
+        "accepts=lambda problem: True",
+        "accepts must return None or the reason why not, returned True",
+    ),
+    "config": ("config=lambda problem, target: {}['x']", "config raised KeyError: 'x'"),
+    "shape": (
+        "config=lambda problem, target: {'x': [1]}",
+        "config must return names with numbers or text, returned {'x': [1]}",
+    ),
+    "estimate": (
+        "estimate=lambda problem, target: '3'",
+        "estimate must return microseconds or None, returned '3'",
+    ),
+    "sources": ("sources=lambda problem: 1 / 0", "sources raised ZeroDivisionError: division by zero"),
+}
+"""Functions of a kernel that fail when they are called -> what is told of them."""
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_kernel_whose_functions_fail_is_refused_and_the_others_run(name: str, tmp_path: Path) -> None:
+    given, reason = FAULTY[name]
+    install(tmp_path, "faulty", GOOD.replace("requires=", f"priority=1000, {given}, requires="))
+    code = (
+        "import torch, gristmill; x = torch.ones(3, 8)\n"
+        "print(gristmill.ops.rms_norm(x, x[0], 0.0).sum().item())\n"
+        "for target in (None, 'h100'):\n"
+        "    answer = gristmill.explain('rms_norm', 'm=3,n=8,x=fp32', target=target)\n"
+        "    print(answer.selected, next(c for c in answer.candidates if c.kernel.name == 'rms_norm_good').verdict)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    process = forked.run("-c", code, env=environment, path=(tmp_path,))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == ["24.0", "rms_norm_cpu problem", "rms_norm_triton problem"]
+    assert (
+        f"kernel rms_norm_good of plugin faulty (gm_faulty, from gm-faulty 1.0): {reason}" in process.stderr
+    )
+
+
+def test_commands_name_a_kernel_whose_functions_fail_and_go_on(tmp_path: Path) -> None:
+    install(tmp_path, "faulty", GOOD.replace("requires=", f"{FAULTY['config'][0]}, requires="))
+    result = kernelbench(tmp_path, "bench", "rms_norm", "--problem", "m=1,n=8", "--json")
+    assert result.returncode == 0, result.stderr
+    reasons = {row["kernel"]: row["reason"] for row in json.loads(result.stdout)}
+    assert FAULTY["config"][1] in reasons["rms_norm_good"] and not reasons["rms_norm_cpu"]
 
 
 def test_without_plugins_there_is_nothing_to_report(tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ def test_packages() -> None:
     assert version_key("2.10") == version_key("2.10.0")
     with pytest.raises(ValueError, match="no version"):
         version_key("new")
+    with pytest.raises(ValueError, match="package torch: 'new' is no version number"):
+        Requirement(packages=(("torch", "new"),))
+    odd = Build.of({"torch": "unknown"})  # what an installed package says of itself
+    assert need.check_build(T("cpu:avx2"), odd)[0] == "package torch is unknown; 2.11 or newer is needed"
 
 
 def test_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
