@@ -1,7 +1,7 @@
 """Whether a host's layer runs faster on our kernels, measured on this device while the host loads its model.
 
-Both products are called with cold weights, captured in graphs on a GPU, in turns. The times are kept next to the user's store, so that the
-next start measures nothing.
+Both are called with cold weights and the same inputs, captured in graphs on a GPU, in turns. The times are kept next to the user's store, so
+that the next start measures nothing. A case says what is called: `gristmill.integrations.measured_linear`, `measured_experts`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import copy
 import itertools
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from gristmill import ops
+from gristmill.autotune.device import free_bytes
 from gristmill.autotune.store import save
 from gristmill.autotune.timing import GPU_CALLS, Timed, list_count, summarize
 from gristmill.integrations.layouts import choose_layout
-from gristmill.integrations.product import Product
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key
-from gristmill.kernels.linear.weight import problem_of
-from gristmill.quant import quantize
 
 LOG = logging.getLogger("gristmill")
 DECODE = (1, 16, 128)
@@ -34,9 +34,14 @@ SIZES = (*DECODE, 2048)
 BEHIND = 1.02
 """How much longer our kernel may take than the host's for any of them."""
 ROUNDS = 7
+MAKING = 16
+"""Free memory over `Case.bytes` that a copy needs: at most 4 of each program's packed weights, and as much again while they are packed."""
 
-Call = Callable[[Tensor], Tensor]
-"""x [T, K] -> [T, N]."""
+T = TypeVar("T")
+Inputs = tuple[Tensor, ...]
+"""What a call takes beside the weights."""
+Call = Callable[..., Tensor]
+"""A product with weights of its own: `Inputs` -> its output."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +62,38 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A linear layer of a host.
+class Case(ABC):
+    """A layer of a host.
 
     Attributes:
+        op: the operation that computes it.
         host: the name of the program.
-        method: what the host multiplies with, and its version: a time counts for these.
+        method: what the host computes it with, and its version: a time counts for these.
     """
 
-    scheme: str
-    n: int
-    k: int
-    dtype: torch.dtype
+    op: ClassVar[str]
     host: str
     method: str
 
+    @abstractmethod
+    def problem(self) -> str:
+        """The static problem of our kernel."""
+
+    @abstractmethod
+    def weights(self) -> int:
+        """How many numbers the weights have."""
+
+    @abstractmethod
+    def ours(self, device: torch.device, copies: int) -> list[Call]:
+        """Our product with arbitrary weights, and copies of it with the same ones in other memory."""
+
+    @abstractmethod
+    def inputs(self, size: int, device: torch.device) -> list[Inputs]:
+        """Arbitrary inputs of `size` tokens, which calls take one after the other."""
+
     def bytes(self) -> int:
-        """At most those of the weight, so that rotated copies are cold: a quarter of a byte per weight."""
-        return max(self.n * self.k // 4, 1)
+        """At most those of the weights, so that rotated copies are cold: a quarter of a byte per weight."""
+        return max(self.weights() // 4, 1)
 
 
 _KNOWN: dict[tuple[Case, str, Path], Comparison] = {}
@@ -85,7 +104,7 @@ def compare(case: Case, device: torch.device, theirs: Callable[[], Call]) -> Com
     """The times of a case: known ones, or measured now.
 
     Args:
-        theirs: makes the host's product with a weight of its own; called several times. Its exceptions are not caught.
+        theirs: makes the host's product with weights of its own; called several times. Its exceptions are not caught.
     """
     path = times_file(case.host, device)
     key = (case, str(device), path)
@@ -114,11 +133,21 @@ def times_file(host: str, device: torch.device) -> Path:
     return store.with_name(f"{store.stem}_beside_{host}.json")
 
 
+def with_copies(first: T, copies: int, *fields: str) -> list[T]:
+    """An object and copies of it, each with memory of its own for the tensors of these fields, which are lists."""
+    made = [first]
+    for _ in range(copies - 1):
+        made.append(copy.copy(first))
+        for field in fields:
+            setattr(made[-1], field, [tensor.clone() for tensor in getattr(first, field)])
+    return made
+
+
 def _empty_records(case: Case, device: torch.device) -> list[Timing]:
     """Per size ours and the host's, without times: what a store is searched for."""
-    resolver, definition = ops.resolver(device), default_registry().op("linear")
-    static = problem_of(case.scheme, case.n, case.k, case.dtype)
-    plan = ops.bind("linear", static, device, layouts=frozenset({choose_layout("linear", static, device)}))
+    resolver, definition = ops.resolver(device), default_registry().op(case.op)
+    static = case.problem()
+    plan = ops.bind(case.op, static, device, layouts=frozenset({choose_layout(case.op, static, device)}))
     timing = "graph,cold" if device.type == "cuda" else "eager,cold"
     records = []
     for size in SIZES:
@@ -126,8 +155,8 @@ def _empty_records(case: Case, device: torch.device) -> list[Timing]:
         code = resolver.kernel(definition, entry.kernel).code_hash(entry.config, built=True)
         problem = str(definition.at_bucket(definition.problem(static), size))
         place = (problem, target_key(resolver.target), resolver.build.key(), 0.0, (), timing)
-        records.append(Timing("linear", entry.kernel, code, entry.config, *place))
-        records.append(Timing("linear", case.host, case.method, {"method": case.method}, *place))
+        records.append(Timing(case.op, entry.kernel, code, entry.config, *place))
+        records.append(Timing(case.op, case.host, case.method, {"method": case.method}, *place))
     return records
 
 
@@ -136,16 +165,19 @@ def _measure(
     case: Case, device: torch.device, theirs: Callable[[], Call], records: Sequence[Timing]
 ) -> list[Timing]:
     place = str(device)
-    copies = list_count(case.bytes(), place)
+    copies = _copies(case, place)
     # The host's first: what it cannot multiply ends here, before ours is packed.
     rotations = [[theirs() for _ in range(copies)]]
-    rotations.insert(0, _ours(case, device, copies))
+    rotations.insert(0, case.ours(device, copies))
     made = []
-    generator = torch.Generator(device).manual_seed(0)
     for size, *pair in zip(SIZES, records[::2], records[1::2], strict=True):
-        x = torch.randn(size, case.k, generator=generator, device=device, dtype=torch.float32).to(case.dtype)
+        inputs = case.inputs(size, device)
         timed = [
-            Timed(_step(rotation, x), place, calls=max(GPU_CALLS, copies) if device.type == "cuda" else None)
+            Timed(
+                _step(rotation, inputs),
+                place,
+                calls=max(GPU_CALLS, copies) if device.type == "cuda" else None,
+            )
             for rotation in rotations
         ]
         samples: tuple[list[float], list[float]] = ([], [])
@@ -158,20 +190,15 @@ def _measure(
     return made
 
 
-def _ours(case: Case, device: torch.device, copies: int) -> list[Call]:
-    generator = torch.Generator(device).manual_seed(0)
-    dense = torch.randn(case.n, case.k, generator=generator, device=device, dtype=torch.float32)
-    first = Product(quantize(dense, case.scheme), None, case.dtype, device)
-    products = [first]
-    for _ in range(copies - 1):
-        products.append(copy.copy(first))
-        products[-1].tensors = [tensor.clone() for tensor in first.tensors]
-    return [product.without_bias for product in products]
+def _copies(case: Case, place: str) -> int:
+    """How many copies of the weights keep calls cold, as far as memory goes."""
+    fit = free_bytes(place) // (MAKING * case.bytes())
+    return max(1, min(list_count(case.bytes(), place), fit))
 
 
-def _step(rotation: Sequence[Call], x: Tensor) -> Callable[[], Tensor]:
-    turns = itertools.cycle(rotation)
-    return lambda: next(turns)(x)
+def _step(rotation: Sequence[Call], inputs: Sequence[Inputs]) -> Callable[[], Tensor]:
+    calls, given = itertools.cycle(rotation), itertools.cycle(inputs)
+    return lambda: next(calls)(*next(given))
 
 
 def _with(record: Timing, us: float, samples: tuple[float, ...]) -> Timing:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from gristmill import ops
-from gristmill.autotune.operators import writer
 from gristmill.integrations.collect import Collected
+from gristmill.integrations.experts import Experts, problem_of
 from gristmill.integrations.layouts import choose_layout
+from gristmill.integrations.measured_experts import ExpertsCase
 from gristmill.integrations.product import Reader
+from gristmill.integrations.vllm.choice import Choice, choose
+from gristmill.integrations.vllm.experts_trial import name_of_experts, product_of_experts
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.integrations.vllm.step_sizes import step_sizes
-from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError
-from gristmill.kernels.common import dtype_name
-from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
-from gristmill.quant.formats.contract import owned
-
-MOE = writer(default_registry().op("moe"), "x", "weights", "ids", "w13", "w2", "inter")
+from gristmill.quant import QuantTensor, Tensors, concat
 
 
-def unserved_experts(moe: Any, scheme: str | None, device: torch.device) -> str | None:
-    """Why vLLM keeps the experts of a `FusedMoEConfig`, None if they are served."""
+def unserved_experts(layer: Any, scheme: str | None, device: torch.device) -> str | None:
+    """Why vLLM keeps the experts of a layer, None if they are served."""
+    moe = layer.moe_config
+    if layer.apply_router_weight_on_input:
+        return "the router's weights multiply the inputs of experts"
     if moe.activation.value != "silu":
         return f"activation {moe.activation.value}"
     if moe.has_bias or moe.swiglu_limit is not None or moe.swiglu_alpha is not None:
@@ -35,17 +36,35 @@ def unserved_experts(moe: Any, scheme: str | None, device: torch.device) -> str 
     if scheme is None:
         return "the configuration does not say how experts are stored"
     try:
-        choose_layout("moe", problem_of(moe, scheme), device)
+        choose_layout("moe", problem_of(scheme, *_sizes(moe), moe.in_dtype), device)
     except (NoKernelError, ValueError) as error:
         return f"no verified kernel: {error}"
     return None
 
 
-def problem_of(moe: Any, scheme: str) -> str:
-    """The static problem of the experts of a `FusedMoEConfig`, for this rank."""
+def faster_experts(
+    layer: Any, prefix: str, scheme: str, fallback: Callable[[Any], Any], device: torch.device
+) -> Choice:
+    """Whether times on this device take the experts of a layer that is being made. `fallback` makes vLLM's own method of it."""
+    sizes, dtype = _sizes(layer.moe_config), layer.moe_config.in_dtype
+    experts, top_k, hidden, inner = sizes
+    return choose(
+        prefix,
+        f"{scheme} {experts}x{inner}x{hidden} top {top_k}",
+        lambda: name_of_experts(layer, fallback),
+        lambda method: ExpertsCase("vllm", method, scheme, *sizes, dtype),
+        lambda: product_of_experts(layer, fallback),
+        device,
+    )
+
+
+def _sizes(moe: Any) -> tuple[int, int, int, int]:
+    """Of a `FusedMoEConfig`, for this rank: experts, top_k, H, I."""
     return (
-        f"top_k={moe.experts_per_token},e={moe.num_local_experts},h={moe.hidden_dim},"
-        f"i={moe.intermediate_size_per_partition},x={dtype_name(moe.in_dtype)},w={scheme}"
+        moe.num_local_experts,
+        moe.experts_per_token,
+        moe.hidden_dim,
+        moe.intermediate_size_per_partition,
     )
 
 
@@ -65,11 +84,16 @@ def stored_names(layer: Any, prefix: str) -> dict[str, str]:
 
 
 class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is read without types
-    """The routed experts of a layer. `read` makes a weight from the tensors of one expert's matrix."""
+    """The routed experts of a layer.
 
-    def __init__(self, moe: Any, prefix: str, read: Reader) -> None:
+    Args:
+        read: makes a weight from the tensors of one expert's matrix.
+        times: why the layer is taken, if times decided.
+    """
+
+    def __init__(self, moe: Any, prefix: str, read: Reader, times: str = "") -> None:
         super().__init__(moe)
-        self.prefix, self.read = prefix, read
+        self.prefix, self.read, self.times = prefix, read, times
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -103,14 +127,9 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         ]
         w2 = [self._read(expert, "w2", names["w2"]).to(device) for expert in range(self.experts)]
         self.collected.release(layer)
-        problem = problem_of(self.moe, str(w2[0].scheme))
-        layout = choose_layout("moe", problem, device)
-        self.w13 = pack(owned(stack(w13)), layout).tensors
-        self.w2 = pack(owned(stack(w2)), layout).tensors
-        self.plan = ops.bind("moe", problem, device, layouts=frozenset({layout})).prepare(self.sizes)
-        self.handle = self.plan.handle
-        kernels = dict.fromkeys(self.plan.entry(size).kernel for size in (1, 16, 256))
-        REPORT.take(self.prefix, str(w2[0].scheme), ", ".join(kernels))
+        self.packed = Experts(w13, w2, self.moe.experts_per_token, self.moe.in_dtype, device)
+        self.packed.prepare(self.sizes)
+        REPORT.take(self.prefix, self.packed.scheme, self.packed.kernels(), self.times)
 
     def _read(self, expert: int, shard: str, name: str) -> QuantTensor:
         module = f"{self.prefix}.{expert}.{name}"
@@ -136,6 +155,4 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x [T, H], weights float32 and ids int32 [T, K] -> [T, H]."""
-        out = torch.empty_like(x)
-        MOE(x, topk_weights, topk_ids, self.w13, self.w2, self.inner, self.handle, out)
-        return out
+        return self.packed(x, topk_weights, topk_ids)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearMethodBase
 
 from gristmill.integrations.collect import Collected, load_into
-from gristmill.integrations.measured import Call, Case, compare
+from gristmill.integrations.measured_linear import LinearCase
 from gristmill.integrations.product import Part, Product, Reader, Shard, joined, multiply, unserved
+from gristmill.integrations.vllm.choice import choose
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.integrations.vllm.step_sizes import step_sizes
-from gristmill.integrations.vllm.trial import NoMethodError, name_of, product_of, served
-from gristmill.integrations.vllm.version import HOST
+from gristmill.integrations.vllm.trial import name_of, product_of
 
-LEFT = "gristmill_left_to_vllm"
-"""The entry of vLLM's additional_config that names the layers of `_note_choice`."""
 LATENTS = "kv_b_proj"
 """The layer whose weight vLLM's latent attention asks back: it reads the device of ``weight``, and multiplies an identity."""
 
@@ -91,29 +87,17 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         attributes: dict[str, Any],
     ) -> str | None:
         """Times that say that vLLM's own method is the faster one; None if ours is, or if vLLM has none that works."""
-        scheme = str(self.scheme)
-
-        def theirs() -> Call:
-            return served(product_of, layer, self.fallback, sizes, whole, k, dtype, attributes)
-
-        try:
-            method = f"{_version()} {served(name_of, layer, self.fallback)}"
-            case = Case(scheme, sum(sizes), k, dtype, "vllm", method)
-            comparison = compare(case, _device(), theirs)
-        except NoMethodError as error:
-            self.times = f"vLLM's own method does not serve it: {error}"
-            return None
-        except Exception as error:
-            error.add_note(
-                f"gristmill timed vLLM's own method of {self.prefix} beside its kernel, with several copies of the weight; "
-                """--additional-config '{"gristmill": {"take": "all"}}' takes every layer untimed"""
-            )
-            raise
-        if comparison.ahead:
-            self.times = str(comparison)
-            return None
-        _note_choice(f"{scheme} {sum(sizes)}x{k}")
-        return f"it is not faster on gristmill: {comparison}"
+        scheme, n = str(self.scheme), sum(sizes)
+        choice = choose(
+            self.prefix,
+            f"{scheme} {n}x{k}",
+            lambda: name_of(layer, self.fallback),
+            lambda method: LinearCase("vllm", method, scheme, n, k, dtype),
+            lambda: product_of(layer, self.fallback, sizes, whole, k, dtype, attributes),
+            _device(),
+        )
+        self.times = choice.times
+        return choice.reason
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read, cut for this rank, join what fits one matrix, pack, and verify the kernels, so that no request waits for it."""
@@ -137,19 +121,6 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
         return multiply(self.products, x, bias)
-
-
-@functools.cache
-def _version() -> str:
-    """vLLM's own method; a version that is not tested is reported once."""
-    return HOST.require()
-
-
-def _note_choice(left: str) -> None:
-    """Make a layer that is left to vLLM part of the key of vLLM's compiled graphs: they hold the operators of one choice."""
-    config = get_current_vllm_config().additional_config
-    if isinstance(config, dict):
-        config[LEFT] = sorted({*config.get(LEFT, ()), left})
 
 
 def _parts(layer: Any, prefix: str, names: Sequence[str], counts: Sequence[int]) -> list[Part]:

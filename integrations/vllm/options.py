@@ -20,7 +20,7 @@ class Options:
     Attributes:
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
         policy: the path of a policy file; None = the one that GRISTMILL_POLICY names.
-        take: linear layers of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with
+        take: linear layers and experts of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with
             vLLM's own kernels, measured at the first start; ``all`` that a kernel serves.
         warm: of the worker: ``auto`` prepares every kernel, and captures decode graphs, before the first request; ``off`` does not.
     """

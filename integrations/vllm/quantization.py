@@ -16,7 +16,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from gristmill.integrations.product import stored_scheme
-from gristmill.integrations.vllm.experts import GristmillExpertsMethod, stored_names, unserved_experts
+from gristmill.integrations.vllm.experts import (
+    GristmillExpertsMethod,
+    faster_experts,
+    stored_names,
+    unserved_experts,
+)
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.report import REPORT
@@ -130,7 +135,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             self._read,
             scheme,
             lambda made: self._of_vllm(made, prefix),
-            measured=self.stored is not None and self._options().take == "measured",
+            measured=self._is_measured(),
         )
 
     def _experts(self, layer: Any, prefix: str) -> Any:
@@ -141,28 +146,34 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             scheme = stored_scheme(
                 open_format(self.stored), [f"{prefix}.0.{stored_names(layer, prefix)['w1']}"]
             )
+        device, times = torch.empty(0, dtype=torch.float32).device, ""
         if scheme == "":
             reason: str | None = "they are stored in floats"
         else:
-            reason = unserved_experts(layer.moe_config, scheme, torch.empty(0, dtype=torch.float32).device)
+            reason = unserved_experts(layer, scheme, device)
+        if reason is None and scheme is not None and self._is_measured():
+            choice = faster_experts(layer, prefix, scheme, lambda made: self._of_vllm(made, prefix), device)
+            reason, times = choice.reason, choice.times
         if reason is None:
-            return GristmillExpertsMethod(layer.moe_config, prefix, self._read)
+            return GristmillExpertsMethod(layer.moe_config, prefix, self._read, times)
         REPORT.leave(prefix, scheme or "", reason)
-        if self.stored is None or scheme == "":
-            return UnquantizedFusedMoEMethod(layer.moe_config)
-        return self._of_vllm(layer, prefix)
+        return _in_floats(layer) if scheme == "" else self._of_vllm(layer, prefix)
 
     def _of_vllm(self, layer: Any, prefix: str) -> Any:
         """What vLLM itself does with a layer of this checkpoint; UsageError where it cannot read the format."""
         if self.stored is None:
-            return UnquantizedLinearMethod()
+            return _in_floats(layer)
         name = name_in_vllm(self.stored)
         try:
             config = get_quantization_config(name).from_config(dict(self.stored))
         except ValueError as error:
             raise UsageError(f"{prefix}: neither gristmill nor vLLM serves {name} here: {error}") from error
         config.packed_modules_mapping = self.packed_modules_mapping
-        return config.get_quant_method(layer, prefix) or UnquantizedLinearMethod()
+        return config.get_quant_method(layer, prefix) or _in_floats(layer)
+
+    def _is_measured(self) -> bool:
+        """Whether times decide which layers are taken: of a model that is quantized at load vLLM has no method of the same scheme."""
+        return self.stored is not None and self._options().take == "measured"
 
     def _modules(self, prefix: str) -> list[str]:
         """The modules of the checkpoint that a layer of vLLM's model is made of."""
@@ -195,3 +206,10 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         return (
             QuantTensor.from_dense(weight) if self.stored is not None else quantize(weight, self._scheme())
         ), None
+
+
+def _in_floats(layer: Any) -> Any:
+    """vLLM's method of a layer without quantization."""
+    if isinstance(layer, RoutedExperts):
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    return UnquantizedLinearMethod()

@@ -23,6 +23,10 @@ class NoMethodError(RuntimeError):
     """vLLM's own method does not serve a layer."""
 
 
+class UntimedError(RuntimeError):
+    """vLLM's own method serves a layer, but does other work than our kernel, so that their times say nothing."""
+
+
 def served(function: Callable[..., T], *arguments: Any) -> T:
     """What a function of vLLM's own method returns.
 
@@ -44,9 +48,10 @@ def _refuses(error: Exception) -> bool:
 
 
 def twin_of(layer: Any) -> Any:
-    """A copy of a layer that is being made: its fields, no parameters, buffers or modules."""
+    """A copy of a layer that is being made, which takes parameters, buffers and modules of its own beside those that the layer has."""
     twin = copy.copy(layer)
-    twin._parameters, twin._buffers, twin._modules = {}, {}, {}
+    for registered in ("_parameters", "_buffers", "_modules"):
+        setattr(twin, registered, dict(getattr(layer, registered)))
     return twin
 
 
@@ -77,8 +82,7 @@ def product_of(
     twin = twin_of(layer)
     method = fallback(twin)
     method.create_weights(twin, k, list(sizes), whole[1], whole[0], dtype, **attributes)
-    for name, parameter in twin.named_parameters():
-        _fill(name, parameter.data, (sum(sizes), k))
+    fill(layer, twin, (sum(sizes), k))
     method.process_weights_after_loading(twin)
 
     def product(x: Tensor) -> Tensor:
@@ -89,11 +93,19 @@ def product_of(
     return product
 
 
+def fill(layer: Any, twin: Any, shape: tuple[int, int]) -> None:
+    """Arbitrary numbers for the parameters that a twin has beside its layer's. The shape is that of a matrix."""
+    known = dict(layer.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if name not in known:
+            _fill(name, parameter.data, shape)
+
+
 def _fill(name: str, data: Tensor, shape: tuple[int, int]) -> None:
     """Numbers that every format allows. Codes are random, because constant ones need less power and run at higher clocks."""
     if name.endswith("weight_shape"):
         data.copy_(torch.tensor(shape, dtype=data.dtype))
-    elif name.endswith("g_idx"):
+    elif "g_idx" in name:  # also the order of its groups
         data.zero_()
     elif data.dtype.is_floating_point and data.dtype.itemsize == 1:
         data.view(torch.uint8).random_(0x30, 0x40)  # between 0.5 and 2 in e4m3fn

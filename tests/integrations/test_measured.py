@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from gristmill.autotune import clock
 from gristmill.integrations import measured
-from gristmill.integrations.measured import SIZES, Call, Case, Comparison, compare, times_file
+from gristmill.integrations.measured import SIZES, Call, Comparison, compare, times_file
+from gristmill.integrations.measured_linear import LinearCase
+from gristmill.integrations.product import Product
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.store import Store
 
 CPU = torch.device("cpu")
-CASE = Case("int4_g128", 64, 256, torch.float32, "planted", "1.0 Method")
+CASE = LinearCase("planted", "1.0 Method", "int4_g128", 64, 256, torch.float32)
 
 
 TIME = [0.0]
@@ -26,14 +29,14 @@ MILLISECOND = 1e-3
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, policy_file: Callable[..., object]) -> None:
     policy_file()
-    without_bias = measured.Product.without_bias
+    without_bias = Product.without_bias
 
-    def a_millisecond(self: measured.Product, x: Tensor) -> Tensor:
+    def a_millisecond(self: Product, x: Tensor) -> Tensor:
         TIME[0] += MILLISECOND
         return without_bias(self, x)
 
     monkeypatch.setattr(clock, "now", lambda: TIME[0])
-    monkeypatch.setattr(measured.Product, "without_bias", a_millisecond)
+    monkeypatch.setattr(Product, "without_bias", a_millisecond)
     monkeypatch.setattr(measured, "_KNOWN", {})
     monkeypatch.setattr(measured, "list_count", lambda size, device: 2)
     monkeypatch.setattr(measured, "ROUNDS", 2)
@@ -66,7 +69,7 @@ def test_a_slow_host_loses_and_the_next_start_measures_nothing(monkeypatch: pyte
     assert compare(CASE, CPU, host) == found and host.made == 2
     assert len(Store.read(times_file("planted", CPU)).timings) == 2 * len(SIZES)
 
-    changed = Case("int4_g128", 64, 256, torch.float32, "planted", "1.1 Method")
+    changed = replace(CASE, method="1.1 Method")
     assert compare(changed, CPU, host).ahead and host.made == 4
 
     monkeypatch.setattr(Kernel, "code_hash", lambda self, config=None, built=False: "another")
@@ -75,13 +78,13 @@ def test_a_slow_host_loses_and_the_next_start_measures_nothing(monkeypatch: pyte
 
 
 def test_a_fast_host_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = measured.Product.without_bias
+    call = Product.without_bias
 
-    def planted(self: measured.Product, x: Tensor) -> Tensor:
+    def planted(self: Product, x: Tensor) -> Tensor:
         TIME[0] += 0.02
         return call(self, x)
 
-    monkeypatch.setattr(measured.Product, "without_bias", planted)
+    monkeypatch.setattr(Product, "without_bias", planted)
     found = compare(CASE, CPU, Host(0))
     assert not found.ahead and all(times == pytest.approx((21e3, 1e3)) for times in found.times.values()), (
         str(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import get_model
 
 from gristmill.integrations.vllm import explain, register
@@ -35,41 +36,71 @@ def alone(tmp_path: Path) -> Iterator[str]:
     cleanup_dist_env_and_memory()
 
 
+@pytest.fixture
+def load(alone: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
+    """vLLM's own model of a folder, with options for gristmill."""
+    register()
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's worker for CPUs does
+    REPORT.layers.clear()
+    models: list[Any] = []
+
+    def get(folder: Path, **options: str) -> torch.nn.Module:
+        config = EngineArgs(
+            str(folder),
+            dtype="float32",
+            quantization="gristmill",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=1024,
+            additional_config={"gristmill": options},
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if not models:
+                init_distributed_environment(1, 0, alone, 0, backend="gloo")
+                initialize_model_parallel(1, 1)
+            models.append(get_model(vllm_config=config))
+        models[-1].vllm_config = config
+        return models[-1]
+
+    return get
+
+
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", None])
 def test_experts_are_loaded(
     form: str | None,
     qwen: Path,  # noqa: F811
-    alone: str,
     tmp_path: Path,
     environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    load: Callable[..., torch.nn.Module],
 ) -> None:
     """Of a quantized checkpoint, and quantized at load: the products of what is stored."""
-    register()
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's worker for CPUs does
-    REPORT.layers.clear()
     folder = qwen if form is None else written(qwen, tmp_path / "quantized", "int4_g128", form)
-    config = EngineArgs(
-        str(folder),
-        dtype="float32",
-        quantization="gristmill",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
-        additional_config={"gristmill": {"take": "all", **({} if form else {"quant": "int4_g128"})}},
-    ).create_engine_config()
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, alone, 0, backend="gloo")
-        initialize_model_parallel(1, 1)
-        model = get_model(vllm_config=config)
-    rows = [row for row in explain() if row["name"].endswith("experts")]
-    assert [(row["taken"], row["scheme"]) for row in rows] == [(True, "int4_g128")] * 2, rows
+    model = load(folder, take="all", **({} if form else {"quant": "int4_g128"}))
+    assert [(row["taken"], row["scheme"], row["measured"]) for row in expert_rows()] == [
+        (True, "int4_g128", "")
+    ] * 2
+    assert len(taken(model)) == 2
+    check_products(taken(model), qwen)
 
-    stored = load_file(qwen / "model.safetensors")
+
+def expert_rows() -> list[dict[str, Any]]:
+    return [row for row in explain() if row["name"].endswith("experts")]
+
+
+def routed(model: torch.nn.Module) -> list[Any]:
+    """vLLM's layers of routed experts."""
+    return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+
+
+def taken(model: torch.nn.Module) -> list[Any]:
+    return [layer for layer in routed(model) if isinstance(layer.quant_method, GristmillExpertsMethod)]
+
+
+def check_products(layers: Sequence[Any], checkpoint: Path) -> None:
+    """The layers compute what the checkpoint in floats stores, quantized, by whichever method they have."""
+    stored = load_file(checkpoint / "model.safetensors")
     x, ids = torch.randn(5, 256), torch.tensor([[0, 7], [3, 1], [3, 4], [6, 2], [5, 0]], dtype=torch.int32)
     weights = torch.rand(5, 2)
-    layers = [layer for layer in model.modules() if isinstance(method_of(layer), GristmillExpertsMethod)]
-    assert len(layers) == 2
     for index, layer in enumerate(layers):
         expected = torch.zeros_like(x)
         for token, chosen in enumerate(ids.tolist()):
@@ -80,12 +111,7 @@ def test_experts_are_loaded(
                     for part in ("gate", "up", "down")
                 )
                 expected[token] += weight * (down @ (silu(gate @ x[token]) * (up @ x[token])))
-        out = method_of(layer).apply(layer, x, weights, ids, None, None)
-        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-3)
-
-
-def method_of(layer: Any) -> Any:
-    return getattr(layer, "quant_method", None)
+        torch.testing.assert_close(layer.forward_modular(x, weights, ids), expected, atol=1e-4, rtol=1e-3)
 
 
 def test_what_a_checkpoint_calls_the_matrices_of_an_expert() -> None:
