@@ -20,10 +20,12 @@ from gristmill.autotune.device import device_index
 from gristmill.autotune.guard import tensors
 from gristmill.autotune.packing import plan_layouts
 from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.arguments import Weight
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
 
 
 class _Plans(dict[int, BoundPlan]):
@@ -60,7 +62,7 @@ def bind(
     problem: Problem | str | Mapping[str, object],
     device: str | torch.device,
     policy: Policy | None = None,
-    layouts: frozenset[str] | None = None,
+    layouts: Collection[str] | None = None,
 ) -> BoundPlan:
     """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
 
@@ -71,17 +73,24 @@ def bind(
         problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored.
         device: a torch device of this machine.
         policy: None = the one that GRISTMILL_POLICY names.
-        layouts: the layouts in which the weights are packed; None for operations without packed weights.
+        layouts: the layouts in which the weights are packed; None for operations without packed weights, and for dense weights that are given
+            as they are.
 
     Raises:
-        UnknownError: no such operation.
+        UnknownError: no such operation or layout.
         AxisError: a problem that it does not have.
-        ValueError: no such device.
+        ValueError: no such device, or quantized weights without layouts.
     """
     definition = default_registry().op(op)
     if not isinstance(problem, Problem):
         problem = definition.problem(problem)
     static, device_resolver = definition.static(problem), resolver(device, policy)
+    if layouts is None:
+        layouts = _unpacked(definition, static)
+    else:
+        layouts = frozenset({layouts} if isinstance(layouts, str) else layouts)
+        for layout in layouts:
+            default_registry().layout(layout)
     handle = handle_of(definition, static, device_resolver, layouts)
     plan = PLANS.get(handle)
     if plan is None or plan.resolver is not device_resolver:
@@ -90,6 +99,17 @@ def bind(
         PLANS[handle] = plan
     plan.binds += 1
     return plan
+
+
+def _unpacked(op: Op, static: Problem) -> frozenset[str] | None:
+    """The layouts of a plan that names none: those of dense weights. A kernel would read quantized ones as whatever it takes."""
+    for weight in op.arguments:
+        if isinstance(weight, Weight) and not QuantScheme.parse(static.text(weight.scheme)).is_dense:
+            raise ValueError(
+                f"{op.name} {static}: the plan of a quantized {weight.name} needs the layouts that it is packed in, layouts=weight.layouts of a "
+                "LinearWeight; gristmill.ops.layouts chooses them"
+            )
+    return op.unplanned
 
 
 def layouts(

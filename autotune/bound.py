@@ -95,7 +95,8 @@ class BoundPlan:
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
         self._recorded = self._runners  # those behind the recorders, while calls are recorded
         self._ran: set[tuple[object, ...]] = set()  # the kernels and configurations of `_load`
-        self._guard = op.guard(self.static)
+        one = next(iter(layouts)) if layouts is not None and len(layouts) == 1 else None
+        self._guard = op.guard(self.static, None if one is None else resolver.registry.layout(one))
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
         self._call = op.Call

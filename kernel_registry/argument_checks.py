@@ -347,7 +347,7 @@ class Checks:
             self.value(f"{name} in {axis.choices!r}", name, f"one of {', '.join(axis.choices)}")
 
     def packed(self, weight: Weight) -> None:
-        """A packed weight whose first tensor can hold the codes of the planned one."""
+        """A packed weight with as many tensors as the layout of the plan has, whose first one can hold the codes of the planned weight."""
         x, device, sizes = f"first_{weight.name}", f"{self.first}.device", weight.shape.split()
         needed = f"code_bytes(s_{weight.scheme}, {self.shape_tuple(weight, self.resolve)})"
         least = self.constant(needed, weight.scheme, *sizes)
@@ -357,7 +357,11 @@ class Checks:
             f"{weight.name} must begin with a contiguous tensor of at least {{{least}}} bytes on {{{device}}}, packed for this plan; "
             f"got {{list({x}.shape)}} {{{x}.dtype}} on {{{x}.device}}"
         )
-        self.steps += [f"{x} = {weight.name}[0]", Check(condition, message)]
+        counted = f"not packed_count or len({weight.name}) == packed_count"
+        count = (
+            f"{weight.name} must be the {{packed_count}} tensors of {{packed_as}}, got {{len({weight.name})}}"
+        )
+        self.steps += [f"{x} = {weight.name}[0]", Check(counted, count), Check(condition, message)]
 
     def names_of(self, shape: str) -> list[str]:
         """The names in a shape."""

@@ -14,6 +14,7 @@ from zlib import crc32
 from gristmill.kernel_registry.argument_checks import Check, Checks, Step
 from gristmill.kernel_registry.arguments import Declared
 from gristmill.kernel_registry.dtypes import TORCH_NAMES, dtype_name
+from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme
 
@@ -175,7 +176,10 @@ class Functions:
     """
 
     def __init__(self, op: Declared) -> None:
-        if taken := {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}:
+        if taken := {*SCOPE, "where", "call", "fault", "packed_count", "packed_as"} & {
+            *(p.name for p in op.parameters),
+            *op.outputs,
+        }:
             wrong = f"{', '.join(sorted(taken))}: the generated checks use this name; choose another"
             raise ValueError(f"{op.name}: {wrong}")
         self._op, self._planned = op, Checks(op, planned=True)
@@ -201,9 +205,13 @@ class Functions:
         """``like(*arguments)`` -> ((shape, dtype), ...) of the outputs."""
         return self._like.made(self._scope)
 
-    def guard(self, problem: Problem) -> Callable[..., int]:
-        """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis."""
+    def guard(self, problem: Problem, layout: Layout | None = None) -> Callable[..., int]:
+        """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis. layout: that of packed weights, where it is known."""
         scope = self._scope | {"where": f"{self._op.name} planned for {problem}"}
+        scope |= {
+            "packed_count": len(layout.slots) if layout else 0,
+            "packed_as": layout.name if layout else "",
+        }
         for axis in self._op.axes:
             if axis.kind == "flags":
                 scope |= {f"s_{flag}": flag in problem.flags(axis.name) for flag in axis.choices}

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.argument_functions import Functions
     from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor
     from gristmill.kernel_registry.kernel import Config, Kernel
+    from gristmill.kernel_registry.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,14 @@ class Op:
         """((shape, dtype), ...) of the outputs; runs under fake tensors."""
         return self._functions.like(*arguments, **named)
 
-    def guard(self, static: Problem) -> Callable[..., int]:
-        """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
+    def guard(self, static: Problem, layout: Layout | None = None) -> Callable[..., int]:
+        """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes. layout: that of its packed weights,
+        if it is known.
 
         It raises ValueError for a call that does not match `static`. It runs at every planned call, costs a few attribute reads,
         and keeps kernels from accessing memory outside their buffers.
         """
-        return self._functions.guard(static)
+        return self._functions.guard(static, layout)
 
     @cached_property
     def dynamic(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ def bind(
     problem: Problem | str | Mapping[str, object],
     device: str | torch.device,
     policy: Policy | None = None,
-    layouts: frozenset[str] | None = None,
+    layouts: Collection[str] | None = None,
 ) -> BoundPlan:
     """A plan for every call of `op` with the static part of `problem`, with a handle for the torch operator.
 
@@ -26,12 +26,13 @@ def bind(
         problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored.
         device: a torch device of this machine.
         policy: None = the one that GRISTMILL_POLICY names.
-        layouts: the layouts in which the weights are packed; None for operations without packed weights.
+        layouts: the layouts in which the weights are packed; None for operations without packed weights, and for dense weights that are given
+            as they are.
 
     Raises:
-        UnknownError: no such operation.
+        UnknownError: no such operation or layout.
         AxisError: a problem that it does not have.
-        ValueError: no such device.
+        ValueError: no such device, or quantized weights without layouts.
     """
 
 def layouts(

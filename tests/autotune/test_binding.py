@@ -14,11 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gristmill import Policy, QuantScheme, SamplingParams, Target, UnpreparedError, ops, quantize
+from gristmill import (
+    LinearWeight,
+    Policy,
+    QuantScheme,
+    SamplingParams,
+    Target,
+    UnpreparedError,
+    ops,
+    quantize,
+)
 from gristmill.autotune import binding
 from gristmill.autotune.binding import PLANS
 from gristmill.autotune.resolve import Resolver
-from gristmill.kernel_registry import default_registry
+from gristmill.kernel_registry import UnknownError, default_registry
 from gristmill.runtime import SchedulerConfig
 from tests import forked
 from tests.runtime.oracle import LLAMA, MODELS
@@ -54,9 +63,35 @@ def test_the_same_plan_has_one_handle() -> None:
         ops.bind("rms_norm", NORM, "cpu", Policy(exclude=("*_triton",))),
         ops.bind("linear", packed, "cpu", layouts=frozenset({"plain_v1"})),
         ops.bind("linear", packed, "cpu", layouts=frozenset({"plain_v1", "cpu_rows16_v1"})),
-        ops.bind("linear", packed, "cpu"),
+        ops.bind("linear", "n=32,k=64,x=fp32,w=fp32", "cpu"),
     ]
     assert len({p.handle for p in others}) == len(others)
+
+
+def test_a_quantized_weight_is_read_in_the_layout_that_it_is_packed_in_or_not_at_all() -> None:
+    weight = quantize(torch.randn(32, 64), "int4_g32")
+    stored = LinearWeight.pack(weight, ("plain_v1", "cpu_rows16_v1"))
+    problem, x = stored.problem("float32"), torch.randn(2, 64)
+    with pytest.raises(ValueError, match="a quantized weight needs the layouts that it is packed in"):
+        ops.bind("linear", problem, "cpu")
+    with pytest.raises(UnknownError, match="no layout called 'plain'"):
+        ops.bind("linear", problem, "cpu", layouts="plain")
+    for name, other in (("plain_v1", "cpu_rows16_v1"), ("cpu_rows16_v1", "plain_v1")):
+        plan = ops.bind("linear", problem, "cpu", layouts=name)
+        expected = x @ weight.dequantize().T
+        torch.testing.assert_close(ops.linear(x, stored.tensors(name), n=32, plan=plan), expected)
+        for wrong in (stored.tensors(other), stored.tensors(), stored.tensors(name)[:-1]):
+            with pytest.raises(
+                ValueError, match=rf"weight must be the {len(stored.tensors(name))} tensors of {name}"
+            ):
+                ops.linear(x, wrong, n=32, plan=plan)
+
+
+def test_a_plan_without_layouts_takes_a_dense_weight_as_it_is() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(32, 64)
+    plan = ops.bind("linear", "n=32,k=64,x=fp32,w=fp32", "cpu")
+    assert plan is ops.bind("linear", "n=32,k=64,x=fp32,w=fp32", "cpu", layouts=("dense_v1",))
+    torch.testing.assert_close(ops.linear(x, weight, plan=plan), x @ weight.T)
 
 
 def test_handles_are_the_same_in_every_process() -> None:

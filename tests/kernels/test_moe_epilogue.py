@@ -177,8 +177,9 @@ def test_through_a_plan(policy_file: Any) -> None:
     op = MOE[0].op
     problem = op.problem(f"m=6,top_k=2,e=4,h=64,i=32,w=mxfp4,epilogue={WHOLE}")
     arguments = op.inputs(problem, 11, "cpu")
-    plan = ops.bind("moe", problem, "cpu").prepare([6])
-    packed = kernel_arguments(op, next(i.kernel for i in MOE if i.kernel.name == "moe_cpu"), arguments)
+    kernel = next(i.kernel for i in MOE if i.kernel.name == "moe_cpu")
+    plan = ops.bind("moe", problem, "cpu", layouts=kernel.layouts[:1]).prepare([6])
+    packed = kernel_arguments(op, kernel, arguments)
     packed[6] = torch.empty(plan.workspace(6).bytes, dtype=torch.uint8)
     out = ops.moe(*packed, plan=plan)
     assert moe.error(problem, arguments, [out], [moe.reference(*arguments)]) <= op.tolerance(problem).limit
