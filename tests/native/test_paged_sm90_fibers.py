@@ -139,6 +139,15 @@ PLAIN = (
 )
 
 
+@pytest.mark.parametrize("cap", [0.05, 30.0, 50.0])
+def test_caps_far_from_the_scores_and_near_them(library: ctypes.CDLL, cap: float) -> None:
+    """Within the limit of capped scores in bf16: a large cap leaves a row's largest weight anywhere between two powers of two."""
+    for text in (CAPPED[0], CAPPED[4]):
+        case = Case(text, softcap=cap)
+        assert OP.tolerance(case.problem).limit == 1.6e-2
+        assert case.error(case.computed(library, rows=128)) < 1, text
+
+
 @pytest.mark.parametrize("text", (*CAPPED, *PLAIN))
 def test_prompts_and_decodes(library: ctypes.CDLL, text: str) -> None:
     """In tiles of 128 rows; contexts of few rows are cut in every other case, and shared by both warpgroups."""
