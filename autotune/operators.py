@@ -223,6 +223,7 @@ def _function(op: Op) -> Callable[..., Any]:
         for given, (overload, taken) in _overloads(op).items()
     }
     new, inputs = some[()]
+    one = len(op.outputs) == 1
     absent = [(place, name) for place, name in enumerate(names) if place not in inputs]
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
@@ -250,12 +251,26 @@ def _function(op: Op) -> Callable[..., Any]:
             into(*arguments, handle, *outputs)
             return out
         if not absent:
-            return new(*arguments, handle)
+            made = new(*arguments, handle)
+            return made if one and not made.requires_grad else inference_only(made)
         given = tuple([name for place, name in absent if arguments[place] is not None])
         if given and not op.outputs:
             return into(*arguments, handle)
         overload, places = some[given]
-        return overload(*[arguments[place] for place in places], handle)
+        return inference_only(overload(*[arguments[place] for place in places], handle))
+
+    def inference_only(made: Any) -> Any:
+        for output in (made,) if one else made or ():
+            # A traced graph has no such hook: there torch warns, when the graph is made.
+            if output.requires_grad and not torch.compiler.is_compiling():
+                output.register_hook(no_gradient)
+        return made
+
+    def no_gradient(_: torch.Tensor) -> None:
+        raise NotImplementedError(
+            f"{op.name} has no derivative: gristmill's operations and modules are for inference. Call it under torch.no_grad(); layers that a "
+            "gradient has to pass stay torch's own"
+        )
 
     def unpacked(name: str, weight: Any) -> TypeError:
         return TypeError(
@@ -290,7 +305,7 @@ EVERY_OPERATION = """plan: a BoundPlan from `gristmill.ops.bind`; None = found f
 out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
     with the arguments, unless it is an argument of its shape, element for element.
 
-No gradient passes through an operation.
+No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
 Raises:
     ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that

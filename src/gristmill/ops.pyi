@@ -112,7 +112,7 @@ def activation(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -147,7 +147,7 @@ def all_gather(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -182,7 +182,7 @@ def all_reduce(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -221,7 +221,7 @@ def all_reduce_add_rms_norm(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -256,7 +256,7 @@ def all_to_all(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -290,7 +290,7 @@ def combine(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -330,7 +330,7 @@ def copy_blocks(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -366,7 +366,7 @@ def fused_add_rms_norm(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -400,7 +400,7 @@ def gelu_and_mul(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -455,7 +455,7 @@ def grouped_linear(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -504,7 +504,7 @@ def grouped_topk(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -543,7 +543,7 @@ def layer_norm(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -596,7 +596,7 @@ def linear(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -632,7 +632,7 @@ def linear_fp32(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -675,7 +675,7 @@ def logprobs(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -710,7 +710,7 @@ def merge_attention_states(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -763,7 +763,7 @@ def mla_attention(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -836,7 +836,7 @@ def moe(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -905,7 +905,7 @@ def paged_attention(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -938,7 +938,7 @@ def permute(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -994,7 +994,7 @@ def process_logits(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1049,7 +1049,7 @@ def qk_norm_rope_cache(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1095,7 +1095,7 @@ def reshape_and_cache(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1129,7 +1129,7 @@ def reshape_and_cache_mla(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1162,7 +1162,7 @@ def rms_norm(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1208,7 +1208,7 @@ def rms_norm_quant(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1248,7 +1248,7 @@ def rotary_embedding(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1298,7 +1298,7 @@ def route(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1341,7 +1341,7 @@ def sample(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1371,7 +1371,7 @@ def silu_and_mul(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1408,7 +1408,7 @@ def silu_and_mul_quant(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
@@ -1463,7 +1463,7 @@ def varlen_attention(
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
         with the arguments, unless it is an argument of its shape, element for element.
 
-    No gradient passes through an operation.
+    No gradient passes through an operation: a backward pass that comes to one is an error, and in a graph of torch.compile a warning.
 
     Raises:
         ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill import ops
+from gristmill import nn, ops
 from gristmill.autotune import bound as bound_module
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.captures import only_what_has_run
@@ -156,6 +156,28 @@ def test_arguments_may_require_gradients() -> None:
     plan(x, [weight], out=out)
     torch.testing.assert_close(out, expected)
     assert torch.is_grad_enabled() and not out.requires_grad
+
+
+def test_a_backward_pass_is_refused_not_wrong() -> None:
+    layer = torch.nn.Linear(64, 64)
+    quantized = nn.Linear.from_float(torch.nn.Linear(64, 64), "int8_ch")
+    x, weight, rows = torch.randn(3, 64), torch.ones(64), torch.arange(3)
+    calls = {
+        "rms_norm": lambda y: ops.rms_norm(y, weight, 1e-5),
+        "logprobs": lambda y: ops.logprobs(y, rows, rows)[0],  # beside ids, which have none
+        "linear": quantized,
+    }
+    for name, call in calls.items():
+        y = layer(x)
+        with pytest.raises(NotImplementedError, match=f"{name} has no derivative: .* torch.no_grad"):
+            (y.sum() + call(y).sum()).backward()
+    with pytest.raises(NotImplementedError, match="rms_norm has no derivative"):
+        torch.func.grad(lambda y: ops.rms_norm(y, weight, 1e-5).sum())(x)
+    torch._dynamo.reset()
+    traced = torch.compile(lambda y: quantized(layer(y)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(x), quantized(layer(x)))
+    with torch.no_grad():
+        assert not ops.rms_norm(layer(x), weight, 1e-5).requires_grad
 
 
 def test_during_capture_an_unprepared_size_raises(monkeypatch) -> None:
