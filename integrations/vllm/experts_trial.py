@@ -7,7 +7,6 @@ name, before weights are created, so that vLLM's method cannot take the layer ov
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gristmill.integrations.measured import Call
-from gristmill.integrations.vllm.trial import UntimedError, fill, twin_of
+from gristmill.integrations.vllm.trial import NoMethodError, UntimedError, fill, method_of, text_of, twin_of
 
 
 def name_of_experts(layer: Any, fallback: Callable[[Any], Any]) -> str:
     """What vLLM computes the experts with, by name: its method, and the kernels that the method chose."""
-    with _assertions_refuse():
-        method = _modular(fallback(_experts_twin(layer)))
+    method = _modular(method_of(_experts_twin(layer), fallback))
     kernels = getattr(method, "experts_cls", None)
     return type(method).__name__ + ("" if kernels is None else f" {kernels.__name__}")
 
@@ -55,7 +53,7 @@ def product_of_experts(layer: Any, fallback: Callable[[Any], Any]) -> Call:
 def _make(layer: Any, twin: Any, fallback: Callable[[Any], Any]) -> Any:
     """Give the twin a method with weights, as the constructor of the layer and the loader do. The method."""
     moe = twin.moe_config
-    method = twin.quant_method = fallback(twin)
+    method = twin.quant_method = method_of(twin, fallback)
     sizes = method.maybe_roundup_sizes(
         moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype, moe.moe_parallel_config
     )
@@ -86,12 +84,11 @@ def _modular(method: Any) -> Any:
 
 @contextmanager
 def _assertions_refuse() -> Iterator[None]:
-    """Methods of experts assert what they serve, also in their first call: NotImplementedError, as others say it."""
+    """Methods of experts assert what they serve, also in their first call: NoMethodError."""
     try:
         yield
     except AssertionError as error:
-        said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise NotImplementedError(f"an assertion of vLLM: {said}") from error
+        raise NoMethodError(f"{type(error).__name__}: {text_of(error)}") from error
 
 
 def _attributes(layer: Any, twin: Any, method: Any) -> dict[str, Any]:

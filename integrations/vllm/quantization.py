@@ -100,10 +100,10 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         """Claim a quantized checkpoint, of whatever format, if the user says ``--quantization gristmill``."""
         return NAME if user_quant == NAME and hf_quant_cfg else None
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
-        """Names stay as they are: act-order is read too."""
-        return WeightsMapper()
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Names stay as they are: act-order is read too. Where a checkpoint has none, vLLM's own methods have no parameter for GPTQ's groups."""
+        ordered = self.stored is None or self.stored.get("desc_act", True)
+        return WeightsMapper(orig_to_new_suffix={} if ordered else {".g_idx": None})
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a linear or expert layer; None for every other layer. UsageError with --enable-lora."""
@@ -118,10 +118,10 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
     def _linear(self, layer: Any, prefix: str) -> Any:
         modules = self._modules(prefix)
         scheme: str | None
+        if self._is_ours() and prefix.rpartition(".")[2] in ROUTERS:
+            REPORT.leave(prefix, "", "it is a router, which keeps its floats")
+            return UnquantizedLinearMethod()
         if self.stored is None:
-            if prefix.rpartition(".")[2] in ROUTERS:
-                REPORT.leave(prefix, "", "it is a router, which keeps its floats")
-                return UnquantizedLinearMethod()
             scheme = str(self._scheme())
         else:
             scheme = stored_scheme(open_format(self.stored), modules)
@@ -163,6 +163,8 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         """What vLLM itself does with a layer of this checkpoint; UsageError where it cannot read the format."""
         if self.stored is None:
             return _in_floats(layer)
+        if self._is_ours():
+            raise UsageError(f"{prefix}: vLLM does not read checkpoints of gristmill")
         name = name_in_vllm(self.stored)
         try:
             config = get_quantization_config(name).from_config(dict(self.stored))
@@ -170,6 +172,10 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             raise UsageError(f"{prefix}: neither gristmill nor vLLM serves {name} here: {error}") from error
         config.packed_modules_mapping = self.packed_modules_mapping
         return config.get_quant_method(layer, prefix) or _in_floats(layer)
+
+    def _is_ours(self) -> bool:
+        """Whether gristmill chooses which layers are quantized: at load, or when it wrote the checkpoint."""
+        return self.stored is None or self.stored.get("quant_method") == NAME
 
     def _is_measured(self) -> bool:
         """Whether times decide which layers are taken: of a model that is quantized at load vLLM has no method of the same scheme."""

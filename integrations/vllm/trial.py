@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -55,10 +56,29 @@ def twin_of(layer: Any) -> Any:
     return twin
 
 
+def method_of(twin: Any, fallback: Callable[[Any], Any]) -> Any:
+    """vLLM's own method of a layer.
+
+    Raises:
+        NoMethodError: it cannot be made, for whatever reason: nor can vLLM make it then.
+    """
+    try:
+        return fallback(twin)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise NoMethodError(f"{type(error).__name__}: {text_of(error)}") from error
+
+
+def text_of(error: Exception) -> str:
+    """What an error says; the source where it was raised, for an assertion without a text."""
+    return str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+
+
 def name_of(layer: Any, fallback: Callable[[Any], Any]) -> str:
     """What vLLM multiplies a layer with, by name."""
     twin = twin_of(layer)
-    method = fallback(twin)
+    method = method_of(twin, fallback)
     scheme = getattr(twin, "scheme", None)
     return type(method).__name__ + ("" if scheme is None else f" {type(scheme).__name__}")
 
@@ -80,8 +100,9 @@ def product_of(
         attributes: further arguments of `create_weights`.
     """
     twin = twin_of(layer)
-    method = fallback(twin)
+    method = method_of(twin, fallback)
     method.create_weights(twin, k, list(sizes), whole[1], whole[0], dtype, **attributes)
+    twin.register_parameter("bias", None)  # vLLM registers one after the weight, and its methods ask for it
     fill(layer, twin, (sum(sizes), k))
     method.process_weights_after_loading(twin)
 

@@ -3,8 +3,6 @@ vLLM's own."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ from torch.nn.functional import silu
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.v1.worker import workspace
-
-METHODS = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
 
 
 class Marlin:
@@ -29,24 +25,14 @@ class Marlin:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
         self.clock, self.seconds, self.packed = clock, 0.0, 0
         self.error: Exception | None = None
-        changes = [
+        for place, name, value in (
             (int_wna16, "_get_priority_backends", lambda: [int_wna16.WNA16MoEBackend.MARLIN]),
             (int_wna16, "marlin_moe_permute_scales", lambda s, **_: s),
             (int_wna16.ops, "gptq_marlin_moe_repack", self.repack),
             (MarlinExperts, "_supports_current_device", staticmethod(lambda: True)),
             (MarlinExperts, "apply", lambda experts, *given, **named: self(experts, *given, **named)),
             (workspace, "_manager", workspace.WorkspaceManager(torch.device("cpu"))),
-        ]
-        method = f"{METHODS}.compressed_tensors_moe_wna16_marlin"  # of vLLM 0.24
-        if find_spec(method) is not None:
-            changes.append(
-                (
-                    import_module(method),
-                    "marlin_make_workspace_new",
-                    lambda *_: torch.zeros(1, dtype=torch.int),
-                )
-            )
-        for place, name, value in changes:
+        ):
             monkeypatch.setattr(place, name, value)
 
     def repack(self, packed: Tensor, *_: Any, **__: Any) -> Tensor:

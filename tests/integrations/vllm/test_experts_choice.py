@@ -24,12 +24,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from gristmill.autotune import clock
 from gristmill.integrations import measured
 from gristmill.integrations.experts import Experts
-from gristmill.integrations.vllm import experts_trial, linear, quantization
+from gristmill.integrations.vllm import experts_trial, explain, linear, quantization
 from gristmill.integrations.vllm.choice import Choice
 from gristmill.integrations.vllm.experts import unserved_experts
 from gristmill.integrations.vllm.experts_trial import name_of_experts
 from gristmill.integrations.vllm.quantization import GristmillConfig
 from gristmill.integrations.vllm.trial import UntimedError
+from gristmill.runtime.errors import UsageError
 from tests.integrations.vllm.planted_marlin import Marlin
 from tests.integrations.vllm.test_experts import (  # noqa: F401  # fixtures too
     alone,
@@ -75,8 +76,9 @@ def marlin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[st
 
 
 @pytest.fixture
-def folder(qwen: Path, tmp_path: Path) -> Path:
-    return written(qwen, tmp_path / "quantized", "int4_g128", "compressed-tensors")
+def folder(qwen: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    form = getattr(request, "param", "compressed-tensors")
+    return written(qwen, tmp_path / "quantized", "int4_g128", form)
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +110,7 @@ def test_experts_that_are_faster_are_taken(
     assert expert_rows() == rows
 
 
+@pytest.mark.parametrize("folder", ["compressed-tensors", "gptq"], indirect=True)
 def test_experts_that_are_not_faster_are_left_to_vllm(
     marlin: Marlin,
     load: Load,
@@ -151,7 +154,7 @@ def test_what_vllm_cannot_compute_is_taken(marlin: Marlin, load: Load, folder: P
 def test_an_assertion_of_a_method_is_a_refusal(
     place: str, marlin: Marlin, load: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is made, and in its first call. With its source where it has no text."""
+    """While it is made, as any other error, and in its first call. With its source where it has no text."""
     of_vllm = GristmillConfig._of_vllm
 
     def refuse(self: Any, layer: Any, prefix: str) -> Any:
@@ -165,8 +168,45 @@ def test_an_assertion_of_a_method_is_a_refusal(
         marlin.error = AssertionError("groups of 128")
     assert len(taken(load(folder))) == 2
     said = {"made": "raise AssertionError", "called": "groups of 128"}[place]
-    reason = f"vLLM's own method does not serve it: NotImplementedError: an assertion of vLLM: {said}"
+    reason = f"vLLM's own method does not serve it: AssertionError: {said}"
     assert {row["measured"] for row in expert_rows()} == {reason}
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("ScalarType"), torch.OutOfMemoryError("CUDA out of memory")], ids=str
+)
+def test_a_method_that_cannot_be_made(
+    error: Exception, marlin: Marlin, load: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can vLLM make it then, unless it has more memory."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(GristmillConfig, "_of_vllm", fail)
+    if isinstance(error, KeyError):
+        assert len(taken(load(folder))) == 2
+        assert {row["measured"].partition(": ")[2] for row in expert_rows()} == {"KeyError: 'ScalarType'"}
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            load(folder)
+
+
+def test_what_only_gristmill_reads_is_taken(
+    load: Load, qwen: Path, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers too. One without a kernel is one error."""
+    folder = written(qwen, tmp_path / "quantized", "int4_g128", "gristmill")
+    forget(monkeypatch)
+    model = load(folder)
+    said = "vLLM does not read checkpoints of gristmill"
+    rows = [row for row in explain() if row["scheme"] == "int4_g128"]
+    assert len(taken(model)) == 2 and len(rows) == 2 * 3
+    assert all(row["taken"] and row["measured"].endswith(said) for row in rows), rows
+
+    monkeypatch.setattr(quantization, "unserved_experts", lambda *_: "planted")
+    with pytest.raises(UsageError, match=f"^model.layers.0.mlp.experts: {said}$"):
+        load(folder)
 
 
 def test_an_assertion_while_vllm_is_timed_is_not_a_refusal(

@@ -338,6 +338,7 @@ def float_kernel(monkeypatch: pytest.MonkeyPatch, called: Callable[[torch.Tensor
     from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel as Kernel
 
     def process(self: Any, layer: Any) -> None:
+        assert layer.bias is None  # vLLM's kernel reads it
         packed, scale = layer.weight_packed.data, layer.weight_scale.data
         codes = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
         layer.dense = ((codes.flatten(1) - 8) * scale.repeat_interleave(128, 1)).float()
