@@ -168,7 +168,7 @@ class Kernel:
             return reasons
         try:
             reason = self.accepts(problem) or build.why_not_sources(self.sources(problem))
-            if reason is None:
+            if reason is None and not problem.open_axes:  # a configuration is that of one size
                 self.config(problem, target)
         except PluginKernelError as error:
             reason = str(error)

@@ -12,10 +12,6 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-inline uint32_t __shfl_sync(uint32_t all, uint32_t value, int from) {
-  return uint32_t(__shfl_sync(all, int(value), from));
-}
-
 namespace gm {
 
 template <int BYTES>
