@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from gristmill.integrations.collect import Collected
@@ -48,14 +50,17 @@ def faster_experts(
     """Whether times on this device take the experts of a layer that is being made. `fallback` makes vLLM's own method of it."""
     sizes, dtype = _sizes(layer.moe_config), layer.moe_config.in_dtype
     experts, top_k, hidden, inner = sizes
-    return choose(
-        prefix,
-        f"{scheme} {experts}x{inner}x{hidden} top {top_k}",
-        lambda: name_of_experts(layer, fallback),
-        lambda method: ExpertsCase("vllm", method, scheme, *sizes, dtype),
-        lambda: product_of_experts(layer, fallback),
-        device,
-    )
+    with set_forward_context(
+        None, get_current_vllm_config()
+    ):  # kernels may ask it how many tokens ranks have
+        return choose(
+            prefix,
+            f"{scheme} {experts}x{inner}x{hidden} top {top_k}",
+            lambda: name_of_experts(layer, fallback),
+            lambda method: ExpertsCase("vllm", method, scheme, *sizes, dtype),
+            lambda: product_of_experts(layer, fallback),
+            device,
+        )
 
 
 def _sizes(moe: Any) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gristmill.integrations.measured import Call
+from gristmill.integrations.measured import SIZES, Call
 from gristmill.integrations.vllm.trial import NoMethodError, UntimedError, fill, method_of, text_of, twin_of
 
 
@@ -68,11 +68,12 @@ def _make(layer: Any, twin: Any, fallback: Callable[[Any], Any]) -> Any:
 
 
 def _experts_twin(layer: Any) -> Any:
-    """A copy of the layer with sizes of its own: methods round them."""
+    """A copy of the layer with sizes of its own: methods round them, and may hold memory for the largest step."""
     if layer.moe_config.moe_parallel_config.dp_size > 1:
         raise UntimedError("with data parallelism it exchanges tokens between ranks")
     twin = twin_of(layer)
     twin.moe_config = copy.copy(layer.moe_config)
+    twin.moe_config.max_num_tokens = max(layer.moe_config.max_num_tokens, *SIZES)
     return twin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -125,3 +126,29 @@ def test_what_the_host_raises_is_not_caught() -> None:
     with pytest.raises(NotImplementedError, match="planted"):
         compare(CASE, CPU, host)
     assert not times_file("planted", CPU).exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_are_timed_outside_of_the_context_of_a_device(fails: bool) -> None:
+    """In which the host makes layers, and its products. It is there again afterwards."""
+    current = torch.overrides._get_current_function_mode
+    modes = []
+
+    def host() -> Call:
+        modes.append(current())
+
+        def product(x: Tensor) -> Tensor:
+            modes.append(current())
+            TIME[0] += MILLISECOND
+            if fails:
+                raise MemoryError
+            return x
+
+        return product
+
+    with torch.device("cpu"), torch.device("cpu"):
+        here = current()
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            compare(CASE, CPU, host)
+        assert current() is here
+    assert current() is None and modes[:2] == [here, here] and set(modes[2:]) == {None}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm.forward_context import is_forward_context_available
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     CompressedTensorsMoEMethod,
@@ -296,6 +297,29 @@ def test_a_trial_changes_nothing_of_the_layer(
     )
     assert len(taken(load(folder))) == len(checked) == 2
     assert all(row["measured"].startswith(FIGURES) for row in expert_rows()), expert_rows()
+
+
+def test_vllm_computes_as_in_a_step(
+    marlin: Marlin, load: Load, folder: Path, around: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many tokens as are timed, although its own steps have less."""
+    found, call = set(), Marlin.__call__
+
+    def noted(
+        self: Marlin, experts: Any, output: Tensor, hidden_states: Tensor, *rest: Any, **named: Any
+    ) -> None:
+        fits = experts.moe_config.max_num_tokens >= len(hidden_states)
+        found.add((len(hidden_states), is_forward_context_available(), fits))
+        call(self, experts, output, hidden_states, *rest, **named)
+
+    def check(layer: Any) -> Callable[[], None]:
+        layer.moe_config.max_num_tokens = 256
+        return lambda: None
+
+    around.append(check)
+    monkeypatch.setattr(Marlin, "__call__", noted)
+    load(folder)
+    assert found == {(size, True, True) for size in measured.SIZES}
 
 
 def test_the_memory_of_a_race_is_free_after_it(
