@@ -27,17 +27,19 @@ def merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(
                 f"a run has {', '.join(changed)}; the last one has other versions or another device"
             )
-        runs = file.get("runs", [_run(file)])
+        of_file = file.get("runs", [_run(file)])
         for row in file["rows"]:
-            name, run = cell_of(row).name, runs[row.get("run", 0)]
+            name, run = cell_of(row).name, of_file[row.get("run", 0)]
             if row["ratio"] is not None or name not in rows or rows[name][0]["ratio"] is None:
                 rows[name] = ({key: value for key, value in row.items() if key != "run"}, run)
-    runs = []
-    for _, run in rows.values():
+    runs: list[Mapping[str, Any]] = []
+    content = []
+    for row, run in rows.values():
         if run not in runs:
             runs.append(run)
+        place = runs.index(run)
+        content.append(row | ({"run": place} if place else {}))
     last = files[-1]
-    content = [row | ({"run": runs.index(run)} if runs.index(run) else {}) for row, run in rows.values()]
     return {
         "about": last["about"],
         "libraries": last["libraries"],

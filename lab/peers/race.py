@@ -97,7 +97,7 @@ class Race:
             "problem": cell.problem,
         }
         row |= {"kernel": None, "config": None, "source": None, "code": None, "others": []}
-        found, adapters, choices_by_name = _Found(), dict[str, Adapter](), dict[str, Choice]()
+        found, ours = _Found(), dict[str, Choice]()
         try:
             choices = self.selection.choices(op, problem, self.settings.others)
         except NoKernelError as error:
@@ -107,27 +107,27 @@ class Race:
             row |= {"kernel": chosen.kernel.name, "config": dict(chosen.config), "source": chosen.source}
             row["code"] = chosen.kernel.code_hash(chosen.config)
             row["others"] = [choice.kernel.name for choice in choices[1:]]
-            choices_by_name |= {choice.kernel.name: choice for choice in choices}
+            ours |= {choice.kernel.name: choice for choice in choices}
         every = {
             f"{choice.kernel.name}/{place}": choice
             for name in self.settings.configurations
             for place, choice in enumerate(self.selection.configurations(op, problem, name))
         }
         if every:
-            choices_by_name |= every
+            ours |= every
             row["configurations"] = {name: dict(choice.config) for name, choice in every.items()}
-        adapters |= {name: choice.adapter for name, choice in choices_by_name.items()}
-        ours = {*adapters}
+        adapters = {name: choice.adapter for name, choice in ours.items()}
         for peer in self.peers:
             for name, adapter in peer.of(op.name).items():
                 if adapter.accepts(problem) is None:
                     adapters[name] = adapter
         row["limit"] = group.limit_of(problem)
-        self._measure(group, cell, adapters, ours, found)
-        for name in sorted(ours & {*found.samples}):
-            choice, us = choices_by_name[name], statistics.median(found.samples[name])
-            add_time(self.times, problem, choice.kernel.name, choice.config, us, self.settings.device)
-        row |= against_best_peer(found.samples, row["kernel"], ours)
+        self._measure(group, cell, adapters, {*ours}, found)
+        for name, choice in ours.items():
+            if name in found.samples:
+                us = statistics.median(found.samples[name])
+                add_time(self.times, problem, choice.kernel.name, choice.config, us, self.settings.device)
+        row |= against_best_peer(found.samples, row["kernel"], {*ours})
         return row | {"candidates": found.candidates, "wrong": found.wrong, "refused": found.refused}
 
     def _measure(
