@@ -127,7 +127,7 @@ def parse_config(
         "attention_bias": fields.flag("attention_bias", False),
         "mlp_bias": fields.flag("mlp_bias", False),
         "dtype": _dtype(fields),
-        "eos_ids": _eos(generation or {}, data, origin),
+        "eos_ids": _eos(generation or {}, data, origin, fields.size("vocab_size")),
         "quantization": _quantization(fields),
         "labels": classes,
         "task": "score" if classes else "embed" if family.encodes or given != architecture else "generate",
@@ -184,7 +184,10 @@ def _dtype(fields: Fields) -> str:
     return names[text]
 
 
-def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
+def _eos(
+    generation: Mapping[str, Any], config: Mapping[str, Any], origin: str, vocab_size: int
+) -> tuple[int, ...]:
+    """Ids outside the vocabulary, such as -1 for "none", are left out: no token has them, and a processor of logits would index with them."""
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")
@@ -195,7 +198,7 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
         isinstance(i, int) and not isinstance(i, bool) for i in ids
     ):
         raise ConfigError(f"{origin}: eos_token_id must be an id or a list of ids, got {value!r}")
-    return tuple(ids)
+    return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 def _whole_heads(fields: Fields, architecture: str, head_dim: int) -> int:

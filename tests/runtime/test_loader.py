@@ -340,6 +340,9 @@ def test_a_window_that_cuts_nothing_off() -> None:
 
 def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
     assert parse_config(edited(), {"eos_token_id": [1, 7]}).eos_ids == (1, 7)
+    size = parse_config(edited()).vocab_size
+    assert parse_config(edited(), {"eos_token_id": [-1, 1, size - 1, size]}).eos_ids == (1, size - 1)
+    assert parse_config(edited(), {"eos_token_id": -1}).eos_ids == ()
     assert parse_config(edited()).eos_ids == (1,)
     with pytest.raises(
         ConfigError, match=r"^generation_config\.json beside .*eos_token_id must be .* got 'x'"
