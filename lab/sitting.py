@@ -11,6 +11,7 @@ The file has a table for each job, in the order in which they begin where they c
     seconds = 300               # after which it is ended; with less time left than this it does not begin
     least = 60                  # it begins with so much time left, too, and ends with it
     memory = 10                 # GB of the device's memory
+    threads = 2                 # of each of its processes; by default the cores divided by --at-once, at most 8
     needs = ["tests"]           # jobs that must have ended well
     files = ["$PEERS/vllm"]     # files that must exist
 
@@ -24,8 +25,9 @@ The file has a table for each job, in the order in which they begin where they c
 
 What shares the device begins whenever nothing has it alone, so those that have it alone come when the others have ended. A program with {start}
 in its command loads beside others, makes the file {ready}, and waits for the file {start}, which is made when it has the
-device alone. $FOLDER is the folder of --folder. NAME.log there has what a job prints, state.json how all stand: over the same folder, jobs
-that ended well do not run again.
+device alone. Libraries take all cores for each process otherwise: `threads` is the value of `THREADS` in a job's environment, unless they have one
+in that of this program, or the command sets them. $FOLDER is the folder of --folder. NAME.log there has what a job prints, state.json how all
+stand: over the same folder, jobs that ended well do not run again.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ from gristmill.bench import result_file
 USES = ("host", "shared", "alone")
 POLL, GRACE = 0.1, 10.0
 """Seconds between two looks at the jobs, and between asking a job to end and ending it."""
+THREADS, MOST_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", "MAX_JOBS"), 8
+"""Environment variables that say how many threads or compilers a process may have, and the most that a job has by default."""
 
 
 class SittingError(ValueError):
@@ -58,7 +62,7 @@ class SittingError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job, by the names of its table; `command` is `run`. least: None = seconds."""
+    """A job, by the names of its table; `command` is `run`. least: None = seconds. threads: None = those of the sitting."""
 
     name: str
     command: str
@@ -67,6 +71,7 @@ class Job:
     least: float | None = None
     load: float = 0.0
     memory: float = 0.0
+    threads: int | None = None
     needs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 
@@ -97,6 +102,9 @@ def jobs_of(text: str) -> list[Job]:
         wrong = [key for key in ("seconds", "least", "load", "memory") if not _is_number(table.get(key, 0))]
         if wrong:
             raise SittingError(f"{name}: {', '.join(wrong)} must be a number of at least 0")
+        threads = table.get("threads", 1)
+        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+            raise SittingError(f"{name}: threads must be a whole number of at least 1")
         lists: dict[str, Any] = {key: tuple(table[key]) for key in ("needs", "files") if key in table}
         rest = {key: value for key, value in table.items() if key != "run" and key not in lists}
         job = Job(command=table["run"], **rest, **lists)
@@ -148,6 +156,7 @@ class Sitting:
         if large := [job.name for job in jobs if job.memory > memory]:
             raise SittingError(f"{', '.join(large)} takes more memory than the {memory:g} GB of --memory")
         self.folder, self.memory, self.at_once = folder, memory, at_once
+        self.threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // at_once))
         self.began = time.monotonic()
         self.end = self.began + seconds
         folder.mkdir(parents=True, exist_ok=True)
@@ -254,11 +263,16 @@ class Sitting:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"FOLDER": str(self.folder)},
+                env=self._environment(job),
             )
         state.began = time.monotonic()
         state.limit = state.began + min(limit, self.left)
         self._stands(state, stands)
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        """That of this program, with the job's threads, which wait without taking a core."""
+        threads = dict.fromkeys(THREADS, str(job.threads or self.threads))
+        return threads | {"OMP_WAIT_POLICY": "passive"} | os.environ | {"FOLDER": str(self.folder)}
 
     def _stands(self, state: State, stands: str, why: str = "") -> None:
         state.stands, state.why = stands, why

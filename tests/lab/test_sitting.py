@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lab.sitting import Job, Sitting, SittingError, jobs_of, main
+from lab.sitting import THREADS, Job, Sitting, SittingError, jobs_of, main
 
 
 def noting(name: str, use: str, seconds: float = 0.4, **more: object) -> Job:
@@ -123,6 +123,27 @@ def test_a_job_waits_for_its_files(tmp_path: Path) -> None:
     assert times(tmp_path, "second")[0] >= (tmp_path / "made").stat().st_mtime - 0.05
 
 
+def test_a_job_has_a_bounded_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own number, or its part of the cores; what the environment or the command says comes first."""
+    for name in (*THREADS, "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MAX_JOBS", "3")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(32)})
+    command = (
+        "echo $OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS $MAX_JOBS $OMP_WAIT_POLICY > $FOLDER/{}.is"
+    )
+    jobs = [
+        Job("part", command.format("part"), "shared", 20.0),
+        Job("own", command.format("own"), "alone", 20.0, threads=1),
+        Job("command", "OMP_NUM_THREADS=7 bash -c '" + command.format("command") + "'", "shared", 20.0),
+    ]
+    said = {"part": "5 5 3 passive", "own": "1 1 3 passive", "command": "7 5 3 passive"}
+    assert run(tmp_path, *jobs, at_once=6)[0]
+    assert {name: (tmp_path / f"{name}.is").read_text().strip() for name in said} == said
+    few, many = (Sitting([], tmp_path, 1.0, 1.0, at_once).threads for at_once in (64, 1))
+    assert few == 1 and many == 8
+
+
 GOOD = '[[job]]\nname = "a"\nrun = "true"\nuse = "host"\nseconds = 5\n'
 
 
@@ -133,6 +154,7 @@ GOOD = '[[job]]\nname = "a"\nrun = "true"\nuse = "host"\nseconds = 5\n'
         (GOOD.replace("seconds = 5\n", ""), "a lacks seconds"),
         (GOOD.replace("host", "gpu"), "use is one of host, shared, alone, not 'gpu'"),
         (GOOD.replace("= 5", '= "5"'), "a: seconds must be a number"),
+        (GOOD + "threads = 0\n", "a: threads must be a whole number of at least 1"),
         (GOOD + "minutes = 3\n", "a has minutes, which no job has"),
         (GOOD + 'needs = ["b"]\n', "a needs b, which do not come before it"),
         (GOOD + GOOD, "two jobs a"),
