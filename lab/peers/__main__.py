@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
+import site
 import sys
 import time
 import traceback
@@ -41,6 +43,7 @@ def arguments(
     )
     parser.add_argument("--groups", default=",".join(all_groups), help="by commas: %(default)s")
     parser.add_argument("--peers", default=",".join(known), help="by commas: %(default)s")
+    parser.add_argument("--need", default="", help="peers, by commas, without which nothing is measured")
     parser.add_argument(
         "--where",
         default="",
@@ -77,7 +80,19 @@ def arguments(
         if unknown := sorted({*chosen} - {*there}):
             parser.error(f"no {name} {', '.join(unknown)}; there are {', '.join(there)}")
         setattr(options, name, {one: there[one] for one in chosen})
+    for name in (one for one in options.need.split(",") if one):
+        if name not in options.peers:
+            parser.error(f"--need {name}: it is not among the peers {', '.join(options.peers)}")
+        if why := options.peers[name].absence or options.peers[name].failure:
+            parser.error(f"--need {name}: {why}")
     return options
+
+
+def read_path_files() -> None:
+    """Read the .pth files in the folders of PYTHONPATH, which Python reads in its own folders only: one names the folder of CuTe DSL's packages."""
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder:
+            site.addsitedir(folder)
 
 
 def thinned(cells: Sequence[Cell], count: int | None) -> list[Cell]:
@@ -91,6 +106,7 @@ def line(row: Mapping[str, Any]) -> str:
     """A row on the screen."""
     times = [f"{name} {us:.2f}" for name, us, *_ in row["candidates"]]
     times += [f"{name} WRONG: {why}" for name, why in row["wrong"].items()]
+    times += [f"{name} refused: {why[:120]}" for name, why in row["refused"].items()]
     ratio = "nothing to compare" if row["ratio"] is None else f"{row['ratio']:.3f} of {row['peer']}"
     return f"{row['group']} {row['model']} {row['problem']}: {ratio}; {row.get('kernel')} selected; {', '.join(times)}"
 
@@ -133,6 +149,7 @@ def measure(
 def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = None) -> int:
     """The program; `known` are the peers, those of `libraries` by default."""
     argv = sys.argv[1:] if argv is None else argv
+    read_path_files()
     options = arguments(argv, adapter.peers() if known is None else known, groups())
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print
         status, data = run(options, argv)

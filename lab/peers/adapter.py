@@ -86,6 +86,16 @@ class Peer:
         return ""
 
     @property
+    def failure(self) -> str:
+        """Why its modules fail when they are imported, which takes seconds; "" if they do not."""
+        for module in self.modules:
+            try:
+                importlib.import_module(module)
+            except Exception as error:
+                return f"{module} cannot be imported: {type(error).__name__}: {error}"
+        return ""
+
+    @property
     def version(self) -> str:
         """The version of its package."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
 from lab.peers import group as group_module
 from lab.peers import merge, ours, page, race
-from lab.peers.__main__ import main, thinned
+from lab.peers.__main__ import main, read_path_files, thinned
 from lab.peers.adapter import Adapter, Arguments, Peer, Run, peers
 from lab.peers.group import Cell, groups
 from lab.peers.libraries import cublas
@@ -382,6 +383,51 @@ def test_unknown_names(option: str, text: str, capsys) -> None:
     with pytest.raises(SystemExit):
         run(None, option, text)
     assert f"no {option[2:]} {text}; there are" in capsys.readouterr().err
+
+
+def test_needed_peers_that_cannot_run_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Also those that are there and fail when they are imported, which the others are not until a cell needs them."""
+    (tmp_path / "breaks_on_import.py").write_text("raise RuntimeError('needs a newer driver')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    breaks = Peer(name="breaks", package="breaks", modules=("breaks_on_import",), adapters=())
+    known, out = {**PLANTED, "breaks": breaks}, tmp_path / "peers.json"
+    for need, why in (
+        ("right,absent", "--need absent: no_such is not installed"),
+        ("breaks", "--need breaks: breaks_on_import cannot be imported: RuntimeError: needs a newer driver"),
+        ("nobody", "--need nobody: it is not among the peers right,"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run(out, "--need", need, known=known)
+        assert end.value.code == 2 and why in capsys.readouterr().err
+    assert not out.exists()
+    assert run(out, "--need", "right", "--cells", "1", known=known) == 0
+
+
+def test_what_a_peer_raises_is_on_the_screen(tmp_path: Path, capsys) -> None:
+    assert run(tmp_path / "peers.json", "--cells", "1") == 0
+    assert "failing refused: RuntimeError: has no kernel for it" in capsys.readouterr().err
+
+
+def test_folders_that_path_files_name_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CuTe DSL's, where a peer's folder is on PYTHONPATH; a peer that needs one whose file is missing is absent."""
+    inner = tmp_path / "some_library" / "packages"
+    inner.mkdir(parents=True)
+    (inner / "planted_by_path_file.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), "")))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    peer = Peer(name="inner", package="inner", modules=("planted_by_path_file",), adapters=())
+    read_path_files()
+    assert peer.absence == "planted_by_path_file is not installed"
+    (tmp_path / "some_library.pth").write_text("some_library/packages\n")
+    read_path_files()
+    assert peer.absence == "" and str(inner) in sys.path
+
+
+def test_peers_in_cute_dsl_need_its_packages() -> None:
+    """The spec of a module is found without what it imports."""
+    assert all("cutlass" in peers()[name].modules for name in ("cutedsl", "fa4"))
 
 
 def test_ours_may_be_deepgemm_but_no_other_wrapped_library() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -195,6 +196,22 @@ def test_what_a_list_names_exists(file: Path) -> None:
         named = [word for word in words if word.startswith("--") and len(word) > 2]
         known = _options_of(words)
         assert set(named) <= known, f"{job.name}: {sorted(set(named) - known)}"
+
+
+@pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
+def test_jobs_keep_the_path_of_their_environment(file: Path) -> None:
+    """gristmill itself may be found by it. An empty part would be the current folder."""
+    for job in jobs_of(file.read_text()):
+        for part in re.findall(r"PYTHONPATH=\S*", job.command):
+            for before, after in (("/src", "/peers:/src"), ("", "/peers")):
+                done = subprocess.run(
+                    ["bash", "-c", f"{part} env"],
+                    env={"PATH": os.environ["PATH"], "PEERS": "/peers", "PYTHONPATH": before},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+                assert f"PYTHONPATH={after}" in done.stdout.splitlines(), job.name
 
 
 def _options_of(words: list[str]) -> set[str]:

@@ -65,7 +65,7 @@ def accepts_decode(problem: Problem) -> str | None:
 PEER = Peer(
     name="fa4",
     package="flash-attn-4",
-    modules=("flash_attn.cute",),
+    modules=("cutlass", "flash_attn.cute"),
     adapters=(
         Adapter(
             op="paged_attention",
