@@ -19,9 +19,11 @@ from typing import Any
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.autotune.store import dump
+from gristmill.bench import result_file
 from gristmill.bench.result_text import rounded
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, StoreError
 from lab import peers as package
 from lab.peers import adapter
 from lab.peers.adapter import Peer
@@ -52,7 +54,9 @@ def arguments(
     parser.add_argument("--cells", type=int, help="at most so many, spread over the groups")
     parser.add_argument("--out", type=Path, help="the result file; cells that it has are not measured again")
     parser.add_argument(
-        "--store", type=Path, help="also write the times of our kernels in the cells of this run as a store"
+        "--store",
+        type=Path,
+        help="also add the times of our kernels in the cells of this run to this store",
     )
     parser.add_argument(
         "--retry", action="store_true", help="measure cells of the file again that compare nothing"
@@ -129,7 +133,7 @@ def measure(
         try:
             file.add(race.row(group, cell))
             if store is not None:
-                store.write_text(dump(race.times))
+                result_file.replace(store, dump(race.times))
         except LostDeviceError as error:
             file.failed(cell, f"left the device unusable: {error}")
             print(f"{cell.name}: {error}; the same command goes on with the next cell", file=sys.stderr)
@@ -167,9 +171,12 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str
     here = [peer for name, peer in options.peers.items() if not absent[name]]
     versions = {name: absent[name] or peer.version for name, peer in options.peers.items()}
     about = environment(device_target(settings.device, Policy()), f"python -m lab.peers {shlex.join(argv)}")
+    race = Race(settings, here)
     try:
         file = ResultFile(options.out, about, versions)
-    except OtherRunError as error:
+        if options.store is not None:
+            race.times = Store.read(options.store)
+    except (OtherRunError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2, {}
     if options.retry:
@@ -183,7 +190,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str
     cells = thinned(cells, options.cells)
     status = measure(
         ((by_name[cell.group], cell) for cell in cells),
-        Race(settings, here),
+        race,
         file,
         options.seconds,
         options.store,

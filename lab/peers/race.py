@@ -84,7 +84,7 @@ class Race:
         self.settings, self.peers = settings, peers
         self.selection = Selection(settings.device)
         self.times = Store()
-        """Of our kernels, in the form in which times are shipped."""
+        """Of our kernels, in the form in which times are shipped; what was there before is kept."""
         self._weights: tuple[QuantTensor, ...] = ()
         self._packed: dict[str, dict[int, Any]] = {}
 

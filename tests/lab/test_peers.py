@@ -120,6 +120,26 @@ def test_times_of_our_kernels_go_to_a_store(tmp_path: Path) -> None:
         assert min(abs(us - one) for one in expected[key]) <= 1e-3 * us + 1e-3
 
 
+def test_a_store_keeps_the_times_of_cells_before(tmp_path: Path, capsys) -> None:
+    """A run that goes on adds those of its own cells; a cell that is measured again has its new time."""
+    out, store = tmp_path / "peers.json", tmp_path / "times.json"
+
+    def by_problem() -> dict[str, float]:
+        return {t.problem: t.us for t in Store.read(store).timings if t.kernel == "linear_cpu"}
+
+    assert run(out, "--store", str(store), "--cells", "1", known={}) == 0
+    [first] = by_problem()
+    store.write_text(store.read_text().replace('"us": ', '"us": 9'))
+    before = by_problem()
+    assert run(out, "--store", str(store), known={}) == 0
+    assert by_problem().keys() > {first} and by_problem()[first] == before[first]
+    assert run(None, "--store", str(store), known={}) == 0
+    assert by_problem()[first] < before[first]
+    store.write_text("{")
+    assert run(out, "--store", str(store), known={}) == 2
+    assert f"{store}: line 1" in capsys.readouterr().err and store.read_text() == "{"
+
+
 def test_every_configuration_of_a_kernel_is_a_candidate(tmp_path: Path, capsys) -> None:
     """Those of kernels of other operations, or for other devices, are left out."""
     names = "linear_cpu,linear_dense_decode_sm90,moe_cpu"
