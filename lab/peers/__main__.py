@@ -110,6 +110,7 @@ def line(row: Mapping[str, Any]) -> str:
     """A row on the screen."""
     times = [f"{name} {us:.2f}" for name, us, *_ in row["candidates"]]
     times += [f"{name} WRONG: {why}" for name, why in row["wrong"].items()]
+    times += [f"{name} inexact: {why}" for name, why in row.get("inexact", {}).items()]
     times += [f"{name} refused: {why[:120]}" for name, why in row["refused"].items()]
     ratio = "nothing to compare" if row["ratio"] is None else f"{row['ratio']:.3f} of {row['peer']}"
     return f"{row['group']} {row['model']} {row['problem']}: {ratio}; {row.get('kernel')} selected; {', '.join(times)}"

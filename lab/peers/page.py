@@ -9,6 +9,7 @@ from typing import Any
 
 from lab.peers.adapter import peers
 from lab.peers.group import groups
+from lab.peers.race import INEXACT
 from lab.quality_table import into
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ MARK = "peers-table"
 
 
 def table(data: Mapping[str, Any], problems: Mapping[str, int] | None = None) -> str:
-    """A line per group. problems: how many a group has, where not those of the file are meant."""
+    """A line per group, and one of the peers that are inexact. problems: how many a group has, where not those of the file are meant."""
     lines = [
         "| group | problems compared | ours over the best peer, geometric mean | at most 1.05 | worst | wrong |",
         "|---|---:|---:|---:|---|---:|",
@@ -30,6 +31,13 @@ def table(data: Mapping[str, Any], problems: Mapping[str, int] | None = None) ->
         where = f"{worst['ratio']:.2f}: {worst['model']}, `{worst['problem']}`, `{worst['kernel']}` over {worst['peer']}"
         figures = f"{group['mean_ratio']:.2f} | {group['close']:.0%}"
         lines.append(f"| {group['group']} | {compared} | {figures} | {where} | {group['wrong']} |")
+    inexact = [
+        f"{peer} in {count} of {group['group']}"
+        for group in data.get("summary", ())
+        for peer, count in group.get("inexact", {}).items()
+    ]
+    if inexact:
+        lines += ["", f"Timed with errors of up to {INEXACT:g} times the tolerance: {', '.join(inexact)}."]
     return "\n".join(lines)
 
 

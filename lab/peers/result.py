@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,11 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the rows of a group: how many compare us with a peer, the geometric mean of our time over the best peer's, the share of ratios up to
-    `CLOSE`, and the row with the largest. None without such rows."""
+    `CLOSE`, and the row with the largest. None without such rows. inexact: in how many a peer that was timed has an error over the tolerance."""
     compared = [row for row in rows if row["ratio"] is not None]
     found: dict[str, Any] = {"group": name, "cells": len(rows), "compared": len(compared)}
     found["wrong"] = sum(len(row["wrong"]) for row in rows)
+    found["inexact"] = Counter(name for row in rows for name in row.get("inexact", ()))
     if not compared:
         return found | {"mean_ratio": None, "close": None, "worst": None}
     ratios = [row["ratio"] for row in compared]

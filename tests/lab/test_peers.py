@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
+from lab.peers import __main__ as module
 from lab.peers import group as group_module
 from lab.peers import merge, ours, page, race
 from lab.peers.__main__ import main, read_path_files, thinned
@@ -298,6 +300,36 @@ def test_what_is_wrong_later_has_no_time(tmp_path: Path) -> None:
     for row in read(tmp_path / "peers.json")["rows"]:
         assert row["wrong"].keys() == {"late"} and row["wrong"]["late"].endswith("after it was timed")
         assert "late" not in times(row) and row["peer"] == "right"
+
+
+@pytest.mark.parametrize(("part", "stands"), [(1.0, ""), (1.5, "inexact"), (1.51, "wrong")])
+def test_a_peer_may_be_a_little_inexact(
+    part: float, stands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """It is compared, and the row and the table say so; our kernel with such an error has no time."""
+    group = GROUPS["linear_dense"]
+
+    def error(op: object, problem: Problem, *_: object) -> float:
+        return part * group.limit_of(problem)
+
+    monkeypatch.setattr(module, "groups", lambda: {group.name: replace(group, error=error)})
+    right, out = {"right": PLANTED["right"]}, tmp_path / "peers.json"
+    assert run(out, known=right) == 0
+    printed = capsys.readouterr()
+    for row in read(out)["rows"]:
+        assert (row["peer"] == "right") is (stands != "wrong") is ("right" in times(row))
+        for key in ("inexact", "wrong"):
+            found = row.get(key, {})
+            assert found.keys() == ({"right"} if key == stands else set())
+            assert all("is over the tolerance" in why for why in found.values())
+    assert (
+        "Timed with errors of up to 1.5 times the tolerance: right in 2 of linear_dense." in printed.out
+    ) is (stands == "inexact")
+    assert ("right inexact: error" in printed.err) is (stands == "inexact")
+    monkeypatch.setattr(race, "error_of", error)
+    assert run(tmp_path / "ours.json", known=right) == 0
+    for row in read(tmp_path / "ours.json")["rows"]:
+        assert (row["kernel"] in row["wrong"]) is (part > 1.0)
 
 
 def test_help(capsys) -> None:
