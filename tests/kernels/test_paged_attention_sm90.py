@@ -130,7 +130,7 @@ def test_ranks() -> None:
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 
 
-OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, "prompt_rows": 192, **launchers.PLACES}
+OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, "prompt_rows": 192, "whole": 0, **launchers.PLACES}
 
 
 def asked(

@@ -36,7 +36,7 @@ OP = default_registry().op("paged_attention")
 NAMES = [parameter.name for parameter in OP.parameters]
 OPTIONS = {
     "paged_on_cpu": ("ctas", "part_tiles", "reading", "prompt_rows", "units", "counters_at", "parts_at"),
-    "decode_on_cpu": ("ctas", "counters_at", "parts_at"),
+    "decode_on_cpu": ("ctas", "whole", "counters_at", "parts_at"),
 }
 """Of the entries."""
 PAD = 8
@@ -100,13 +100,20 @@ class Case:
         parts: int = 0,
         rows: int = PROMPT_ROWS,
         decode: bool = False,
+        whole: int = 0,
     ) -> list[Tensor]:
         """parts: tiles of keys of a part of a context, 0 for whole ones. rows: of a tile of prompts. decode: by the kernel for few rows."""
         q = self.given["q"]
         tokens, heads, dim = q.shape
         room = torch.full((tokens + 2, heads, dim + PAD), float("nan")).to(q.dtype)
         out = room[1:-1, :, :dim]
-        config = {"ctas": ctas, "part_tiles": parts, "reading": READING, "prompt_rows": rows}
+        config = {
+            "ctas": ctas,
+            "part_tiles": parts,
+            "reading": READING,
+            "prompt_rows": rows,
+            "whole": whole,
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_launch, "ENTRY", Entry(library, "paged_on_cpu", order))
             patch.setattr(_launch, "DECODE", Entry(library, "decode_on_cpu", order))
@@ -136,6 +143,8 @@ PLAIN = (
     "q_tokens=140,seqs=1,max_q=140,max_ctx=350,total_ctx=350,heads=2,kv_heads=1,head_dim=256,lse=true",
     "q_tokens=90,seqs=4,max_q=80,max_ctx=300,total_ctx=600,heads=2,kv_heads=1,head_dim=200,block_size=8,window=130,sinks=true",
     "q_tokens=130,seqs=40,max_q=80,max_ctx=300,total_ctx=900,heads=2,kv_heads=1,head_dim=64,block_size=32,lse=true",
+    "q_tokens=150,seqs=1,max_q=150,max_ctx=420,total_ctx=420,heads=6,kv_heads=2,head_dim=64,window=90,sinks=true,lse=true",
+    "q_tokens=7,seqs=1,max_q=7,max_ctx=900,total_ctx=900,heads=8,kv_heads=2,head_dim=64,lse=true",
 )
 
 
@@ -258,3 +267,15 @@ def test_decodes(decodes: ctypes.CDLL, text: str, ctas: int) -> None:
     for order in range(2):
         found = case.error(case.computed(decodes, ctas, order=order, decode=True))
         assert found < 1, (order, found)
+
+
+def test_equal_contexts_stay_whole(decodes: ctypes.CDLL) -> None:
+    """Six contexts and two KV heads are as many pairs as CTAs: one for each, instead of two whose results are merged in another order. Contexts
+    of different lengths, and batches that leave CTAs idle, are cut as ever."""
+    shape = "seqs=6,max_q=1,max_ctx=1200,total_ctx={},heads=8,kv_heads=2,head_dim=64,sinks=true,lse=true"
+    for total, ctas, changes in ((7200, 12, True), (3000, 12, False), (7200, 16, False)):
+        case = Case(f"q_tokens=6,{shape.format(total)}")
+        cut, whole = (case.computed(decodes, ctas, decode=True, whole=whole) for whole in (0, 1))
+        assert case.error(whole) < 1, (total, ctas)
+        same = all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
+        assert same is not changes, (total, ctas)

@@ -171,6 +171,14 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i)
   return {token, max(0, p.query_start[i + 1] - token), context, i};
 }
 
+// The only sequence of a batch, if it is long (of more than 64 rows); else one without queries.
+__device__ __forceinline__ Sequence only_sequence(const AttentionParams& p) {
+  Sequence seq{0, 0, 0, 0};
+  if (p.seqs == 1) seq = sequence_at(p, 0);
+  if (seq.queries * p.group <= 64) seq.queries = 0;
+  return seq;
+}
+
 // Results of sort_sequences in shared memory; kLast: whether this CTA completes the last part of a context.
 enum : int { kLong, kLongTiles, kLongWork, kShortTiles, kShortWork, kLast };
 
@@ -232,13 +240,12 @@ __device__ __forceinline__ void allocate_units(const AttentionParams& p, uint8_t
 template <class S>
 __device__ __forceinline__ void sort_few(const AttentionParams& p, uint8_t* smem) {
   const int lane = threadIdx.x & 31;
-  const bool one = p.seqs == 1;  // every lane reads it, and none waits for another
   Sequence seq{0, 0, 0, lane};
-  if (lane < p.seqs || one) seq = sequence_at(p, one ? 0 : lane);
+  if (lane < p.seqs) seq = sequence_at(p, lane);
   const Share share = share_of<S>(p, seq);
   int rank = 0;
 #pragma unroll 1
-  for (int o = one ? 1 : 0; o < p.seqs; ++o) {
+  for (int o = 0; o < p.seqs; ++o) {
     const unsigned other = __shfl_sync(0xffffffffu, share.key, o);
     rank += other > share.key || (other == share.key && o < lane);
   }
@@ -248,10 +255,8 @@ __device__ __forceinline__ void sort_few(const AttentionParams& p, uint8_t* smem
   int counts[] = {share.is_long, share.is_long ? share.pieces : 0, share.is_long ? share.work : 0,
                   share.is_long ? 0 : share.pieces, share.is_long ? 0 : share.work};
   static_assert(kLong == 0 && kShortWork == 4, "the order of counts");
-  if (!one) {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) counts[i] = __reduce_add_sync(0xffffffffu, counts[i]);
-  }
+  for (int i = 0; i < 5; ++i) counts[i] = __reduce_add_sync(0xffffffffu, counts[i]);
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < 5; ++i) reinterpret_cast<int*>(smem + S::kTotals)[i] = counts[i];
@@ -267,7 +272,8 @@ __device__ __forceinline__ void clear_totals(uint8_t* smem) {
   __syncthreads();
 }
 
-// As sort_few for up to kSorted sequences, by all threads; up to kFew are left to the scheduler warp. After clear_totals.
+// As sort_few for up to kSorted sequences, by all threads; up to kFew are left to the scheduler warp, and nothing is to
+// be sorted of a single long sequence. After clear_totals.
 template <class S>
 __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
   int4* order = reinterpret_cast<int4*>(smem + S::kOrder);
@@ -275,7 +281,11 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   int* totals = reinterpret_cast<int*>(smem + S::kTotals);
   const int tid = threadIdx.x;
   if (p.seqs <= kFew) {
-    if (tid / 32 == S::kGroups * 4) sort_few<S>(p, smem);  // the first producer warp
+    if (tid / 32 != S::kGroups * 4) return;  // the first producer warp
+    if (only_sequence(p).queries == 0)
+      sort_few<S>(p, smem);
+    else
+      totals[kLongTiles] = 1;
     return;
   }
   if (p.seqs > kSorted) return;
@@ -305,6 +315,19 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   }
   __syncthreads();
   if (tid / 32 == S::kGroups * 4) allocate_units<S>(p, smem);
+}
+
+// Makes `work` the queries of a sequence from `begin` on, of KV head `head`, over all their keys.
+template <class S>
+__device__ __forceinline__ void set_tile(const AttentionParams& p, Work& work, const Sequence& seq, int head,
+                                         int begin) {
+  const int queries = min(p.tile_q, seq.queries - begin);
+  work.seq = seq.index, work.head = head;
+  work.token = seq.token + begin, work.rows = queries * p.group;
+  work.position = seq.context - seq.queries + begin, work.end = max(0, work.position + queries);
+  work.part_of_parts = 1 << 8, work.unit = -1;
+  const int2 seen = visible_tiles<S>(p, work.position, queries);
+  work.first = seen.x, work.count = seen.y - seen.x;
 }
 
 // State of one queue: its sequences rank .. end are left, and `base` work tiles come before them.
@@ -361,19 +384,12 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
     const int tiles = quotient(seq.queries + p.tile_q - 1, p.tile_q, p.by_tile_q);
     const int within = item - queue.base, before = quotient(within, p.kv_heads, p.by_kv_heads);
     const int begin = parts > 1 ? 0 : (tiles - 1 - before) * p.tile_q;  // most keys first
-    const int queries = min(p.tile_q, seq.queries - begin);
-    work.seq = seq.index, work.head = within - before * p.kv_heads;
-    work.token = seq.token + begin, work.rows = queries * p.group;
-    work.position = seq.context - seq.queries + begin, work.end = work.position + queries;
-    work.part_of_parts = parts << 8, work.unit = -1;
+    set_tile<S>(p, work, seq, within - before * p.kv_heads, begin);
     if (parts > 1) {  // then there is one tile of queries
+      work.part_of_parts = parts << 8;
       if (unit >= 0) work.unit = unit + work.head * parts * cdiv(work.rows, 16);
       select_part<S>(p, work, unit >= 0 ? before : 0);
-    } else {
-      const int2 seen = visible_tiles<S>(p, work.position, queries);
-      work.first = seen.x, work.count = seen.y - seen.x;
     }
-    work.end = max(0, work.end);
     return true;
   }
   return false;
@@ -428,6 +444,21 @@ struct TileScheduler {
       select_part<S>(p, work, work.part() + 1);
       return;
     }
+    // The tiles of an only_sequence follow from it without an order and its counts, by far fewer instructions: the first
+    // copy waits for them, and each runs once, from a cold instruction cache. No state says which case it is, since the
+    // copying warps have no register left.
+    if (p.seqs == 1) {
+      const Sequence only = only_sequence(p);
+      if (only.queries > 0) {
+        const int at = __shfl_sync(0xffffffffu, item, 0), before = quotient(at, p.kv_heads, p.by_kv_heads);
+        const int tile = quotient(only.queries - 1, p.tile_q, p.by_tile_q) - before;  // most keys first
+        if (tile < 0)
+          end(work);
+        else
+          set_tile<S>(p, work, only, at - before * p.kv_heads, tile * p.tile_q);
+        return;
+      }
+    }
     while (true) {
       const bool is_short = __shfl_sync(0xffffffffu, kind, 0) != 0;
       Queue queue = is_short ? short_queue : long_queue;
@@ -441,11 +472,14 @@ struct TileScheduler {
       }
       if (found) return;
       if (long_tiles == 0 && short_tiles == 0) {
-        work.rows = 0, work.count = 0, work.part_of_parts = 1 << 8;
+        end(work);
         return;
       }
       fetch(p);
     }
+  }
+  __device__ __forceinline__ static void end(Work& work) {
+    work.rows = 0, work.count = 0, work.part_of_parts = 1 << 8;
   }
 };
 

@@ -39,7 +39,8 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
     call = with_workspace(with_positive_scale(call), parts_bytes(dim, int(config["ctas"])))
     device = q.get_device()
     if decode:
-        DECODE.cuda({"ctas": config["ctas"], **DECODE_PLACES}, call, device)
+        # Times in a store may be of configurations without the last key.
+        DECODE.cuda({"ctas": config["ctas"], "whole": config.get("whole", 0), **DECODE_PLACES}, call, device)
     else:
         ENTRY.cuda({**config, **PLACES}, call, device)
 

@@ -37,10 +37,11 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 // A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
 // heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
-// new tokens and max_ctx keys. scale > 0. workspace: at counters_at 2 ctas integers that are zero, and are zero
+// new tokens and max_ctx keys. scale > 0. whole: 1 if contexts that are about equal stay whole where they and the KV
+// heads are about as many pairs as multiprocessors, so that nothing is merged. workspace: at counters_at 2 ctas integers that are zero, and are zero
 // again after the launch; at parts_at 4 ctas (head_dim + 2) 64 bytes. device < 0 asks for the bytes of shared
 // memory.
-GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
+GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, whole, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
   if (const int refused = gm::decode_sizes(call, o.ctas, &s)) return refused;
@@ -55,7 +56,9 @@ GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
   p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
-  p.even = gm::even_pieces(s.seqs, p.pieces);
+  const int64_t pairs = int64_t(s.seqs) * s.kv_heads;
+  const bool whole = o.whole == 1 && s.seqs > 1 && pairs <= o.ctas && pairs * 16 >= o.ctas * 15;
+  p.even = whole ? 1 : gm::even_pieces(s.seqs, p.pieces);
   const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.sequence_cost;
   const int64_t max_pieces = (int64_t(s.seqs) * each + 3) / 4;
   const gm::Launch shape{.grid_x = unsigned((max_pieces < p.pieces ? max_pieces : p.pieces) * s.kv_heads),
