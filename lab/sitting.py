@@ -1,4 +1,4 @@
-"""A list of programs on one device: those that share it run beside each other, those whose times count have it alone.
+"""A list of programs on a device, or several: those that share one run beside each other, those whose times count have it alone.
 
     python -m lab.sitting lab/sittings/hopper.toml --folder /tmp/sitting --seconds 1500
 
@@ -25,9 +25,14 @@ The file has a table for each job, in the order in which they begin where they c
 
 What shares the device begins whenever nothing has it alone, so those that have it alone come when the others have ended. A program with {start}
 in its command loads beside others, makes the file {ready}, and waits for the file {start}, which is made when it has the
-device alone. Libraries take all cores for each process otherwise: `threads` is the value of `THREADS` in a job's environment, unless they have one
-in that of this program, or the command sets them. $FOLDER is the folder of --folder. NAME.log there has what a job prints, state.json how all
-stand: over the same folder, jobs that ended well do not run again.
+device alone. While one that has loaded waits, nothing else begins there.
+
+Libraries take all cores for each process otherwise: `threads` is the value of `THREADS` in a job's environment, unless they have one in that of this
+program, or the command sets them. $FOLDER is the folder of --folder. NAME.log there has what a job prints, state.json how all stand: over the same
+folder, jobs that ended well do not run again.
+
+With --devices N a job gets the first of N devices on which it can begin, by CUDA_VISIBLE_DEVICES. Memory, --at-once and being alone are of a device;
+jobs of all of them share the cores.
 """
 
 from __future__ import annotations
@@ -130,6 +135,7 @@ class State:
     stands: str = "waiting"
     why: str = ""
     seconds: float = 0.0
+    device: int = 0
     began: float = 0.0
     limit: float = 0.0
     asked: float | None = None
@@ -146,17 +152,24 @@ class Sitting:
 
     Args:
         seconds: after which every job is ended.
-        memory: GB that the jobs together may take of the device.
-        at_once: jobs that run beside each other at most, without those that have loaded.
+        memory: GB that the jobs together may take of a device.
+        at_once: jobs that run beside each other on a device at most, without those that have loaded.
+        devices: how many there are.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], folder: Path, seconds: float, memory: float, at_once: int
+        self,
+        jobs: Sequence[Job],
+        folder: Path,
+        seconds: float,
+        memory: float,
+        at_once: int,
+        devices: int = 1,
     ) -> None:
         if large := [job.name for job in jobs if job.memory > memory]:
             raise SittingError(f"{', '.join(large)} takes more memory than the {memory:g} GB of --memory")
-        self.folder, self.memory, self.at_once = folder, memory, at_once
-        self.threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // at_once))
+        self.folder, self.memory, self.at_once, self.devices = folder, memory, at_once, devices
+        self.threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (at_once * devices)))
         self.began = time.monotonic()
         self.end = self.began + seconds
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +184,7 @@ class Sitting:
                     self._look(state)
                 for state in self.states:
                     self._begin_if_it_can(state)
-                if not self._in_progress() and self._nothing_can_begin():
+                if not any(map(self._in_progress, range(self.devices))) and self._nothing_can_begin():
                     break
                 time.sleep(POLL)
         finally:
@@ -211,7 +224,7 @@ class Sitting:
     def _begin_if_it_can(self, state: State) -> None:
         job, by_name = state.job, {other.job.name: other for other in self.states}
         if state.stands == "loaded":
-            if not self._in_progress():
+            if not self._in_progress(state.device):
                 self._file(state, "start").touch()
                 state.limit = time.monotonic() + min(job.seconds, self.left)
                 self._stands(state, "running")
@@ -226,18 +239,28 @@ class Sitting:
         state.why = f"waits for {', '.join(waits)}" if waits else ""
         if waits or self.left < self._least(job):
             return
-        held = sum(other.job.memory for other in self.states if other.process is not None and not other.ended)
-        busy = self._in_progress()
-        if held + job.memory > self.memory or len(busy) >= self.at_once:
-            return
-        if job.use == "alone" and not job.loads:
-            if not self._in_progress():
-                self._start(state, "running", job.seconds)
-        elif not any(other.stands == "running" and other.job.use == "alone" for other in busy):
-            self._start(state, "loading" if job.loads else "running", job.load or job.seconds)
+        for device in range(self.devices):
+            if self._fits(job, device):
+                state.device = device
+                self._start(state, *(("loading", job.load) if job.loads else ("running", job.seconds)))
+                return
 
-    def _in_progress(self) -> list[State]:
-        return [state for state in self.states if state.stands in ("loading", "running")]
+    def _fits(self, job: Job, device: int) -> bool:
+        """Whether a job may begin on a device beside those that are there, none of which waits to have it alone."""
+        here = [
+            one for one in self.states if one.process is not None and not one.ended and one.device == device
+        ]
+        busy = self._in_progress(device)
+        if sum(one.job.memory for one in here) + job.memory > self.memory or len(busy) >= self.at_once:
+            return False
+        if any(one.stands == "loaded" for one in here):
+            return False
+        if job.use == "alone" and not job.loads:
+            return not busy
+        return not any(one.stands == "running" and one.job.use == "alone" for one in busy)
+
+    def _in_progress(self, device: int) -> list[State]:
+        return [one for one in self.states if one.stands in ("loading", "running") and one.device == device]
 
     def _nothing_can_begin(self) -> bool:
         """Whether no job that waits will find what it waits for: too little time is left."""
@@ -263,21 +286,26 @@ class Sitting:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=self._environment(job),
+                env=self._environment(state),
             )
         state.began = time.monotonic()
         state.limit = state.began + min(limit, self.left)
         self._stands(state, stands)
 
-    def _environment(self, job: Job) -> dict[str, str]:
-        """That of this program, with the job's threads, which wait without taking a core."""
-        threads = dict.fromkeys(THREADS, str(job.threads or self.threads))
-        return threads | {"OMP_WAIT_POLICY": "passive"} | os.environ | {"FOLDER": str(self.folder)}
+    def _environment(self, state: State) -> dict[str, str]:
+        """That of this program, with the job's device, and its threads, which wait without taking a core."""
+        threads = dict.fromkeys(THREADS, str(state.job.threads or self.threads))
+        own = {"FOLDER": str(self.folder)}
+        if self.devices > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            own["CUDA_VISIBLE_DEVICES"] = visible[state.device] if visible[0] else str(state.device)
+        return threads | {"OMP_WAIT_POLICY": "passive"} | os.environ | own
 
     def _stands(self, state: State, stands: str, why: str = "") -> None:
         state.stands, state.why = stands, why
+        where = f"device {state.device} " if self.devices > 1 else ""
         print(
-            f"{time.monotonic() - self.began:7.1f} s  {state.job.name:24} {stands:8} {why}".rstrip(),
+            f"{time.monotonic() - self.began:7.1f} s  {state.job.name:24} {stands:8} {where}{why}".rstrip(),
             flush=True,
         )
         rows = [
@@ -309,14 +337,25 @@ def _signal(state: State, number: signal.Signals) -> None:
 @click.argument("file", type=click.Path(path_type=Path, exists=True))
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Of logs and results.")
 @click.option("--seconds", type=float, default=1800.0, show_default=True, help="For all jobs together.")
-@click.option("--memory", type=float, default=130.0, show_default=True, help="GB of the device for jobs.")
-@click.option("--at-once", type=click.IntRange(1), default=4, show_default=True, help="Jobs that share it.")
+@click.option("--memory", type=float, default=130.0, show_default=True, help="GB of a device for jobs.")
+@click.option("--at-once", type=click.IntRange(1), default=4, show_default=True, help="Jobs that share one.")
+@click.option("--devices", type=click.IntRange(1), default=1, show_default=True, help="How many to use.")
 @click.option("--list", "listed", is_flag=True, help="Show the jobs, and run nothing.")
 @click.option("--only", help="Names of jobs, by commas; what they need is left out unless it is named.")
 def main(
-    file: Path, folder: Path, seconds: float, memory: float, at_once: int, listed: bool, only: str | None
+    file: Path,
+    folder: Path,
+    seconds: float,
+    memory: float,
+    at_once: int,
+    devices: int,
+    listed: bool,
+    only: str | None,
 ) -> None:
-    """Run the jobs of a file on one device."""
+    """Run the jobs of a file."""
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if visible and devices > len(visible):
+        raise click.UsageError(f"--devices {devices}: CUDA_VISIBLE_DEVICES has {len(visible)}")
     try:
         jobs = jobs_of(file.read_text())
         if only is not None:
@@ -324,7 +363,7 @@ def main(
         if listed:
             _show(jobs)
             return
-        sitting = Sitting(jobs, folder.absolute(), seconds, memory, at_once)
+        sitting = Sitting(jobs, folder.absolute(), seconds, memory, at_once, devices)
     except SittingError as error:
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, _interrupt)

@@ -23,13 +23,13 @@ def noting(name: str, use: str, seconds: float = 0.4, **more: object) -> Job:
     return Job(name, command, use, 20.0, **more)  # type: ignore[arg-type]
 
 
-def meeting(name: str, other: str) -> Job:
-    """A job that shares the device, and ends when it runs beside another one."""
+def meeting(name: str, other: str, use: str = "shared", **more: object) -> Job:
+    """A job that ends when it runs beside another one, or has found it."""
     command = (
-        f"date +%s.%N >> $FOLDER/{name}.at; until [ -e $FOLDER/{other}.at ]; do sleep 0.02; done; "
-        f"date +%s.%N >> $FOLDER/{name}.at"
+        f"echo $CUDA_VISIBLE_DEVICES > $FOLDER/{name}.device; date +%s.%N >> $FOLDER/{name}.at; "
+        f"until [ -e $FOLDER/{other}.at ]; do sleep 0.02; done; date +%s.%N >> $FOLDER/{name}.at"
     )
-    return Job(name, command, "shared", 30.0)
+    return Job(name, command, use, 30.0, **more)  # type: ignore[arg-type]
 
 
 def loading(name: str, **more: object) -> Job:
@@ -49,9 +49,11 @@ def runs(process: int) -> bool:
         return False
 
 
-def run(folder: Path, *jobs: Job, seconds: float = 60.0, at_once: int = 4) -> tuple[bool, dict[str, str]]:
+def run(
+    folder: Path, *jobs: Job, seconds: float = 60.0, at_once: int = 4, devices: int = 1
+) -> tuple[bool, dict[str, str]]:
     """Whether all ended well, and what state.json says of each."""
-    good = Sitting(jobs, folder, seconds, 100.0, at_once).run()
+    good = Sitting(jobs, folder, seconds, 100.0, at_once, devices).run()
     return good, {row["name"]: row["stands"] for row in json.loads((folder / "state.json").read_text())}
 
 
@@ -86,6 +88,39 @@ def test_memory_and_the_number_of_jobs_are_bounded(tmp_path: Path) -> None:
     assert not overlap(tmp_path / "number", "one", "two")
     with pytest.raises(SittingError, match="large takes more memory than the 100 GB"):
         run(tmp_path, noting("large", "shared", memory=101.0))
+
+
+def test_nothing_begins_where_a_loaded_job_waits(tmp_path: Path) -> None:
+    """`middle` ends when the race has loaded, and `later` could begin beside `long`, which runs on for a second."""
+    middle = Job("middle", "until [ -e $FOLDER/race.ready ]; do sleep 0.02; done; sleep 0.5", "shared", 30.0)
+    long = Job("long", "until [ -e $FOLDER/race.ready ]; do sleep 0.02; done; sleep 1.5", "shared", 30.0)
+    good, _ = run(tmp_path, long, middle, noting("later", "shared", needs=("middle",)), loading("race"))
+    assert good and times(tmp_path, "later")[0] >= times(tmp_path, "race")[1]
+
+
+def test_jobs_have_devices_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are alone and those that are too large for one device run at the same time on two; the devices are those of the environment."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for use in ("alone", "shared"):
+        folder, jobs = tmp_path / use, [meeting(*names, use, memory=60.0) for names in ("ab", "ba")]
+        assert run(folder, *jobs, devices=2)[0]
+        assert {(folder / f"{name}.device").read_text().strip() for name in "ab"} == {"0", "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert run(tmp_path / "named", meeting("a", "b", "alone"), meeting("b", "a", "alone"), devices=2)[0]
+    assert {(tmp_path / "named" / f"{name}.device").read_text().strip() for name in "ab"} == {"4", "7"}
+    assert run(tmp_path / "one", meeting("a", "a"))[0]
+    assert (tmp_path / "one" / "a.device").read_text().strip() == "4,7"
+    file = tmp_path / "jobs.toml"
+    file.write_text(GOOD)
+    result = CliRunner().invoke(main, [str(file), "--folder", str(tmp_path), "--devices", "3"])
+    assert result.exit_code == 2 and "--devices 3: CUDA_VISIBLE_DEVICES has 2" in result.output
+
+
+def test_a_job_loads_and_runs_on_one_device(tmp_path: Path) -> None:
+    """Both load on the first device, where each has its turn alone, while a third has the second device alone."""
+    assert run(tmp_path, loading("first"), loading("second"), noting("quiet", "alone"), devices=2)[0]
+    assert not overlap(tmp_path, "first", "second")
+    assert times(tmp_path, "quiet")[0] < max(times(tmp_path, "first")[0], times(tmp_path, "second")[0])
 
 
 def test_a_job_that_fails_drops_those_that_need_it(tmp_path: Path) -> None:
@@ -141,8 +176,8 @@ def test_a_job_has_a_bounded_number_of_threads(tmp_path: Path, monkeypatch: pyte
     said = {"part": "5 5 3 passive", "own": "1 1 3 passive", "command": "7 5 3 passive"}
     assert run(tmp_path, *jobs, at_once=6)[0]
     assert {name: (tmp_path / f"{name}.is").read_text().strip() for name in said} == said
-    few, many = (Sitting([], tmp_path, 1.0, 1.0, at_once).threads for at_once in (64, 1))
-    assert few == 1 and many == 8
+    few, many, two = (Sitting([], tmp_path, 1.0, 1.0, *n).threads for n in ((64,), (1,), (4, 2)))
+    assert few == 1 and many == 8 and two == 4
 
 
 GOOD = '[[job]]\nname = "a"\nrun = "true"\nuse = "host"\nseconds = 5\n'
