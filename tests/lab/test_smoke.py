@@ -202,12 +202,21 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         on_a_cpu,
         "--cases smallest --kernels varlen_attention_torch --rounds 2 --seconds 0 --out OUT",
     ),
+    "warm_models": (as_it_is, f"--models {MODEL} --device cpu --memory 20000000 --out FILE"),
     "vllm_linear": (planted, f"--model {MODEL} {LINE} --turns 1 --out OUT"),
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, TIMES
 a file of times of gemm_ws, FILE any other that the program writes."""
 
-SLOW = ("context_parallel", "cpu_models", "engine", "engine_turns", "first_token", "first_token_trees")
+SLOW = (
+    "context_parallel",
+    "cpu_models",
+    "engine",
+    "engine_turns",
+    "first_token",
+    "first_token_trees",
+    "warm_models",
+)
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 
