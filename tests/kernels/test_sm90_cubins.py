@@ -30,6 +30,7 @@ STACK_ON_RECORD = {
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 32,
     "paged_attention_bf16_d64_rows_cap": 8,
+    **{f"paged_attention_{x}_d128_boxes": 8 for x in ("bf16", "fp16")},
     **{f"paged_attention_{x}_d128_boxes_cap": 80 for x in ("bf16", "fp16")},
     **{f"paged_attention_{x}_d256_boxes": 288 for x in ("bf16", "fp16")},
     **{f"paged_attention_{x}_d256_boxes_cap": 304 for x in ("bf16", "fp16")},

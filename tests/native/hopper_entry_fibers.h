@@ -118,15 +118,20 @@ inline void cp_async_mbar_arrive(uint32_t bar) {
 // A box from shared memory, in the 128-byte swizzle, without what is past the tensor. In orders in which copies are late it is read when its thread
 // waits for that.
 inline std::map<int, std::vector<std::function<void()>>> stores;  // by thread
-inline void tma_store(const void* to, uint32_t src, int x, int y) {
+inline long stored_boxes = 0;
+inline void tma_store(const void* to, uint32_t src, int x, int y, int z, unsigned rank = 3) {
   const CUtensorMap& map = *static_cast<const CUtensorMap*>(to);
-  if (map.rank != 2 || src % 1024) __builtin_trap();
+  if (map.rank != rank || src % 1024) __builtin_trap();
+  ++stored_boxes;
   const auto copy = [=, &map] {
-    for (uint32_t row = 0; row < map.box[1]; ++row)
+    const uint32_t rows = map.box[1], sheets = rank > 2 ? map.box[2] : 1;
+    for (uint32_t row = 0; row < rows * sheets; ++row)
       for (uint32_t column = 0; column < map.box[0]; ++column) {
-        const uint64_t at_x = uint64_t(x) + column, at_y = uint64_t(y) + row;
-        if (at_x < map.sizes[0] && at_y < map.sizes[1])
-          std::memcpy(const_cast<char*>(map.base) + at_y * map.strides[0] + at_x * 2,
+        const uint64_t at_x = uint64_t(x) + column, at_y = uint64_t(y) + row % rows,
+                       at_z = uint64_t(z) + row / rows;
+        if (at_x < map.sizes[0] && at_y < map.sizes[1] && (rank == 2 || at_z < map.sizes[2]))
+          std::memcpy(const_cast<char*>(map.base) + (rank > 2 ? at_z * map.strides[1] : 0) +
+                          at_y * map.strides[0] + at_x * 2,
                       fibers::memory_at(swizzled(src + (row * map.box[0] + column) * 2)), 2);
       }
   };
@@ -135,6 +140,7 @@ inline void tma_store(const void* to, uint32_t src, int x, int y) {
   else
     copy();
 }
+inline void tma_store(const void* to, uint32_t src, int x, int y) { tma_store(to, src, x, y, 0, 2); }
 inline void tma_store_commit() {}
 inline void tma_store_wait_read() {
   for (const auto& copy : stores[fibers::current]) copy();

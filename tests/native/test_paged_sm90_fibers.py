@@ -197,6 +197,21 @@ def test_scores_far_above_and_below_the_cap(library: ctypes.CDLL, text: str, ord
             assert torch.allclose(computed.float(), expected.float(), rtol=2**-6, atol=2**-8), cap
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 3, 6])
+def test_results_are_stored_as_boxes(library: ctypes.CDLL, group: int) -> None:
+    """Of 16 rows: the heads of whole tokens, or some heads of one. Fewer rows, and those of groups that make no boxes, are stored in pieces."""
+    for order, queries in ((0, 131), (3, 128)):
+        case = Case(
+            f"q_tokens={queries},seqs=1,max_q={queries},max_ctx=200,total_ctx=200,heads={group},kv_heads=1,head_dim=64,lse=true"
+        )
+        before = library.boxes_stored()
+        assert case.error(case.computed(library, order=order, rows=128)) < 1
+        of_tile = 128 // group  # queries, but for the last tile
+        tiles = [min(of_tile, queries - start) * group for start in range(0, queries, of_tile)]
+        boxes = 16 % group == 0 or group % 16 == 0
+        assert library.boxes_stored() - before == boxes * sum(rows // 16 for rows in tiles)
+
+
 def test_parts_of_long_contexts(library: ctypes.CDLL) -> None:
     """By several CTAs, the last of which reduces them, and by one where the workspace has no room; also next to a prompt."""
     text = "q_tokens=80,seqs=3,max_q=70,max_ctx=1500,total_ctx=2700,heads=4,kv_heads=2,head_dim=64,softcap=true,sinks=true,lse=true"

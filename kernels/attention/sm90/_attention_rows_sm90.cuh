@@ -114,11 +114,23 @@ __device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Wor
       });
 }
 
-// Writes the rows of a warp, divided by their sums, through shared memory, so that global stores are
-// coalesced; straight from registers where there is no staging buffer.
+// Whether TMA stores results: codes and heads of 256 leave no registers for it.
+template <typename T, class S>
+constexpr bool write_rows_by_tma = S::kStaging > 0 && !S::kKeepsQ && !std::is_same_v<T, RuntimeHalf>;
+
+// Waits until TMA has read what this warp has staged.
+__device__ __forceinline__ void await_stores() {
+  if ((threadIdx.x & 31) == 0) tma_store_wait_read();
+  __syncwarp();
+}
+
+// Writes the rows of a warp, divided by their sums: through shared memory, from where TMA stores whole boxes and other
+// rows are stored in pieces of 16 bytes, with a few times as many instructions; straight from registers where there is no
+// staging buffer. TMA reads it until await_stores.
 template <typename T, class S, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Accumulators<D>& acc,
                                            uint8_t* smem, uint32_t base, int row0) {
+  constexpr int kColumn = 16 * 128;  // bytes of a column of the staging buffer
   const int lane = threadIdx.x & 31;
   float by[2];
 #pragma unroll
@@ -135,16 +147,29 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                 by[r], row < work.rows, p.head_dim);
   }
   if constexpr (S::kStaging == 0) return;
+  // Columns of 64 elements, in the 128-byte swizzle.
   const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
-  const uint32_t mine = staging + (lane & 15) * (D * 2);
+  const uint32_t mine = staging + (lane & 15) * 128;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < D / 16; ++i)
-    stmatrix_x4(mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+    stmatrix_x4(mine + i / 4 * kColumn + (((i * 2 % 8 + (lane >> 4)) ^ (lane & 7)) << 4),
                 {packed_as<T>(p, acc.o[i * 8] * by[0], acc.o[i * 8 + 1] * by[0]),
                  packed_as<T>(p, acc.o[i * 8 + 2] * by[1], acc.o[i * 8 + 3] * by[1]),
                  packed_as<T>(p, acc.o[i * 8 + 4] * by[0], acc.o[i * 8 + 5] * by[0]),
                  packed_as<T>(p, acc.o[i * 8 + 6] * by[1], acc.o[i * 8 + 7] * by[1])});
+  if (write_rows_by_tma<T, S> && p.box_heads > 0 && row0 + 16 <= work.rows) {
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      const int token = row0 * p.by_group >> 16, head = work.head * p.group + row0 - token * p.group;
+#pragma unroll
+      for (int c = 0; c < D / 64; ++c)
+        tma_store(&p.out_map, staging + c * kColumn, c * 64, head, work.token + token);
+      tma_store_commit();
+    }
+    return;
+  }
   __syncwarp();
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int chunk = lane % kChunks;
@@ -153,7 +178,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
     const int in = i * kStep + lane / kChunks, row = row0 + in;
     if (row < work.rows && chunk * 8 < p.head_dim) {
       const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
-      const uint4 value = ld_shared<uint4>(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4));
+      const uint4 value =
+          ld_shared<uint4>(staging + chunk / 8 * kColumn + in * 128 + ((chunk % 8 ^ (in & 7)) << 4));
       store_16(static_cast<typename Stored<T>::type*>(p.out) + (work.token + token) * p.out_token +
                    head * p.out_head + chunk * 8,
                value);

@@ -1,9 +1,12 @@
 // Tile scheduler of attention on Hopper: which rows and which tiles of keys a CTA processes next, found on
 // the device.
 #pragma once
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "_attention_types_sm90.cuh"
+#include "sm90/tma_store_3d.cuh"
 
 namespace gm {
 
@@ -44,6 +47,9 @@ struct AttentionParams {
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
   float score_scale;
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
+  // Boxes of 64 elements of the results of 16 rows, of box_heads heads, for TMA; box_heads is 0 where rows make none.
+  int box_heads;
+  CUtensorMap out_map;
 };
 
 // n / d for 0 <= n < 2^31 by reciprocal(d).

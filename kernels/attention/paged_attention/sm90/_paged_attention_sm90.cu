@@ -152,6 +152,15 @@ GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading,
       status = gm::heads_map(&maps[2], call.v_cache, s.dtype == 2, 4, sizes, v_strides, kv_box);
   }
   if (status != GM_OK) return status;
+  // 16 rows are the heads of whole tokens, or some heads of one.
+  const int box_heads = s.group % 16 == 0 ? 16 : 16 % s.group == 0 ? s.group : 0;
+  if (box_heads > 0 && !whole) {
+    const int64_t out_strides[] = {call.out_stride[1], call.out_stride[0]};
+    const cuuint32_t box[] = {64, cuuint32_t(box_heads), cuuint32_t(16 / box_heads)};
+    status = gm::heads_map(&p.out_map, call.out, s.dtype == 2, 3, q_sizes, out_strides, box);
+    if (status != GM_OK) return status;
+    p.box_heads = box_heads;
+  }
   // An upper bound of the work tiles of a batch of as many tokens.
   const int64_t max_tiles =
       (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 && !whole ? gm::kMaxParts : 1)) *

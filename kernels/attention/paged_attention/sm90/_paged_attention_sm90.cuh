@@ -30,6 +30,7 @@ struct Paged {
   using Work = gm::Work;
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
+  static constexpr bool kStores = write_rows_by_tma<Out, Shape>;
   static constexpr bool kTwoSided = false, kPairs = !kCodes, kReloads = !kCodes;
   // Heads of 256 are faster without, but slower with a cap, whose exponentials take longer than the products.
   static constexpr bool kTurns = D <= 128 || CAP;
@@ -155,6 +156,7 @@ struct Paged {
       if (some) write_rows<Out, Shape>(p, work, acc, smem, base, row0);
       return;
     }
+    if constexpr (kStores) await_stores();  // of the work tile before
     if (shared)
       merge_warpgroups<Shape>(acc, smem, group, some,
                               p.scale_log2);  // begins with a barrier of both warpgroups
@@ -173,7 +175,10 @@ template <typename T, int D, Copies COPIES, bool CAP, int GROUPS>
 __device__ __forceinline__ void paged_attention(const AttentionParams& p, const CUtensorMap& q_map,
                                                 const CUtensorMap& k_map, const CUtensorMap& v_map,
                                                 const SoftCap<CAP>& cap) {
-  flash_attention<Paged<T, D, COPIES, CAP, GROUPS>>(p, q_map, k_map, v_map, cap);
+  using Traits = Paged<T, D, COPIES, CAP, GROUPS>;
+  flash_attention<Traits>(p, q_map, k_map, v_map, cap);
+  if (Traits::kStores && threadIdx.x < GROUPS * 128)
+    await_stores();  // before the shared memory is another CTA's
 }
 
 }  // namespace gm
