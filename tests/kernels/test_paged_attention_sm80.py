@@ -62,12 +62,14 @@ def test_every_gpu_from_sm_80_on(name: str) -> None:
         assert "keys" not in KERNEL.config(OP.problem(f"{DECODE},heads=8,kv_heads=2,{others}"), target)
 
 
-def test_tuning_tries_both_numbers_of_ctas_and_the_tiles_of_triton() -> None:
-    problem = OP.problem(f"{DECODE},heads=8,kv_heads=2")
+@pytest.mark.parametrize(("max_q", "tiles"), [(1, False), (3, True), (100, False)])
+def test_tuning_tries_numbers_of_ctas_and_tiles_of_triton_where_it_runs(max_q: int, tiles: bool) -> None:
+    shape = "seqs=5,max_ctx=300,total_ctx=800,heads=16,kv_heads=2"
+    problem = OP.problem(f"q_tokens={5 * max_q},max_q={max_q},{shape}")
     tried = list(KERNEL.space(problem, TARGET))  # type: ignore[misc]
     assert tried[0] == KERNEL.config(problem, TARGET)
     assert {one["ctas"] for one in tried} == {spec.PROCESSORS, 2 * spec.PROCESSORS}
-    assert len(tried) == 2 + len(list(triton.split_space(problem, TARGET)))
+    assert len(tried) == 2 + tiles * len(list(triton.split_space(problem, TARGET)))
     for config in tried:
         size = KERNEL.workspace(problem, config)
         behind = triton.split_workspace(problem, config).bytes

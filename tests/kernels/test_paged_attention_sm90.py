@@ -115,6 +115,29 @@ def test_the_counters_come_before_what_the_kernels_share() -> None:
     assert set(triton.split_config(problem, HOPPER)) < set(config)
 
 
+@pytest.mark.parametrize(
+    ("text", "configurations"),
+    [
+        ("q_tokens=16,seqs=16,max_q=1,max_ctx=1024,total_ctx=16384,heads=32,kv_heads=8", 2),  # 128 pairs
+        ("q_tokens=62,seqs=62,max_q=1,max_ctx=4096,total_ctx=253952,heads=8,kv_heads=2", 2),
+        ("q_tokens=61,seqs=61,max_q=1,max_ctx=4096,total_ctx=249856,heads=8,kv_heads=2", 1),  # 122 of 132
+        ("q_tokens=17,seqs=17,max_q=1,max_ctx=1024,total_ctx=17408,heads=32,kv_heads=8", 1),  # 136
+        ("q_tokens=16,seqs=16,max_q=1,max_ctx=4096,total_ctx=65536,heads=16,kv_heads=8,head_dim=256", 1),
+        ("q_tokens=512,seqs=1,max_q=512,max_ctx=512,total_ctx=512,heads=32,kv_heads=8", 1),
+        ("q_tokens=512,seqs=1,max_q=512,max_ctx=512,total_ctx=512,heads=32,kv_heads=8,head_dim=64", 2),
+        ("q_tokens=2,seqs=2,max_q=1,max_ctx=1024,total_ctx=2048,heads=64,kv_heads=1", None),
+    ],
+)
+def test_tuning_tries_what_the_kernel_that_runs_reads(text: str, configurations: int | None) -> None:
+    """Tiles of Triton's kernel, None, where that one does; equal contexts whole or not where they and the KV heads are as many pairs as
+    multiprocessors."""
+    problem = OP.problem(text)
+    assert SPLIT.space is not None
+    tried = list(SPLIT.space(problem, HOPPER))
+    assert SPLIT.config(problem, HOPPER) in tried and len({str(one) for one in tried}) == len(tried)
+    assert len(tried) == (configurations or len(list(triton.split_space(problem, HOPPER))))
+
+
 def test_ranks() -> None:
     """The split pair ranks above Triton's, and the batch-invariant kernel above Triton's batch-invariant one."""
     ranks = {kernel.name: kernel.priority for kernel in (*KERNELS, *triton.KERNELS)}

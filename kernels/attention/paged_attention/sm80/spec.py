@@ -117,16 +117,19 @@ def config(problem: Problem, target: Target) -> Config:
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """One and two CTAs per multiprocessor, steps of 32 keys and of 64 where two such CTAs fit, and tiles of the split Triton kernel."""
+    """One and two CTAs per multiprocessor, steps of 32 keys and of 64 where two such CTAs fit, and tiles of the split Triton kernel where that
+    is what runs."""
     base, processors = config(problem, target), target.multiprocessors or PROCESSORS
+    seqs, max_q, heads, kv_heads, dim = problem.integers("seqs", "max_q", "heads", "kv_heads", "head_dim")
     yield base
     for ctas in (processors, 2 * processors):
         if ctas != base["ctas"]:
             yield {**base, "ctas": ctas}
     if base.get("keys") == 64:
         yield {**base, "keys": 32}
-    for one in triton.split_space(problem, target):
-        yield {**base, **one}
+    if route(seqs, max_q, heads, kv_heads, dim, int(base["ctas"]), problem["kv"] != "x") == "triton":
+        for one in triton.split_space(problem, target):
+            yield {**base, **one}
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:

@@ -164,30 +164,25 @@ def split_config(problem: Problem, target: Target) -> Config:
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Tiles of the split Triton kernel; with heads of up to 64 elements both numbers of rows of a tile of prompts; and for decodes whose
-    sequences and KV heads are about as many pairs as there are multiprocessors, contexts in two parts or whole."""
+    """What the kernel that `route` names may choose. ``triton``: its tiles. ``any``: rows of a tile of prompts, with heads of up to 64
+    elements. ``decode``: whether equal contexts stay whole, where they `may_stay_whole`."""
     base = split_config(problem, target)
-    rows = (PROMPT_ROWS, 128) if problem.integer("head_dim") <= 64 else (PROMPT_ROWS,)
-    tiles = [{**base, **one} for one in triton.split_space(problem, target)]
-    whole = [{**base, "whole": 1}] if may_stay_whole(problem, int(base["ctas"])) else []
-    return [*tiles, *({**base, "prompt_rows": one} for one in rows[1:]), *whole]
-
-
-def may_stay_whole(problem: Problem, ctas: int) -> bool:
-    """Whether the kernel for decode would cut equal contexts in two, and does not with ``whole``: two CTAs run on a multiprocessor at a
-    time, and one for each context and KV head would leave at most a sixteenth of the multiprocessors idle. FlashAttention-4 has one for each."""
-    heads, kv_heads, dim = (problem.integer(name) for name in ("heads", "kv_heads", "head_dim"))
+    ctas, dim = int(base["ctas"]), problem.integer("head_dim")
+    max_q, heads, kv_heads = problem.integers("max_q", "heads", "kv_heads")
+    kernel = route(max_q, heads, kv_heads, ctas, dim, problem["kv"] != "x", problem.integer("block_size"))
+    if kernel == "triton":
+        return [{**base, **one} for one in triton.split_space(problem, target)]
+    if kernel == "any":
+        return [{**base, "prompt_rows": one} for one in ((PROMPT_ROWS, 128) if dim <= 64 else (PROMPT_ROWS,))]
     pairs = problem.integer("seqs") * kv_heads
-    kernel = route(
-        problem.integer("max_q"),
-        heads,
-        kv_heads,
-        ctas,
-        dim,
-        problem["kv"] != "x",
-        problem.integer("block_size"),
-    )
-    return kernel == "decode" and dim <= LARGEST_HEAD and ctas * 15 <= pairs * 16 <= ctas * 16
+    return [{**base, "whole": one} for one in range(1 + may_stay_whole(pairs, dim, ctas))]
+
+
+def may_stay_whole(pairs: int, head_dim: int, ctas: int) -> bool:
+    """Whether the kernel for decode would cut contexts that are about equal in two, and with ``whole`` does not: two CTAs run on a
+    multiprocessor at a time, and one for each of these pairs of a context and a KV head would leave at most a sixteenth of the
+    multiprocessors idle. FlashAttention-4 has one CTA for each pair."""
+    return head_dim <= LARGEST_HEAD and ctas * 15 <= pairs * 16 <= ctas * 16
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
