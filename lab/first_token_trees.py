@@ -1,6 +1,7 @@
 """Time from the start of a process to the first token, warmed up, of several source trees in turn, with an empty and with a filled store.
 
     python -m lab.first_token_trees --tree before=/tmp/2ce7023 --tree now=. --model qwen3-0.6b --rounds 3 --out first_token.json
+    python -m lab.first_token_trees ... --model llama3-8b --checkpoint int4_g128 --distinct 2
 
 A tree is a checkout with its libraries in src/gristmill/_lib. Every start is a new process. In each round every tree starts twice: over empty
 caches, of records and of compiled Triton kernels, and then over what that start has left. A start of each tree before the first round puts
@@ -10,6 +11,7 @@ they are loaded does so by `Engine.warm_up`. Medians are compared with the first
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -25,7 +27,8 @@ import torch
 from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
-from lab.engine import SHAPES, random_model
+from lab.engine import SHAPES
+from lab.engine_turns import made
 from lab.first_token import child_environment
 from lab.result import write_result
 
@@ -115,6 +118,10 @@ def summary(starts: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str
 @click.option("--model", required=True, help=f"A directory, a GGUF file, or one of {', '.join(SHAPES)}.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--quant", help="As of gristmill generate.")
+@click.option(
+    "--checkpoint", help="Number format in which a model that is made is stored: compressed-tensors."
+)
+@click.option("--distinct", type=click.IntRange(1), help="Its layers that are no copies. Default: all.")
 @click.option("--limits", default="{}", help="JSON of further arguments of LLM, which all trees take.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
@@ -123,6 +130,8 @@ def main(
     model: str,
     device: str,
     quant: str | None,
+    checkpoint: str | None,
+    distinct: int | None,
     limits: str,
     rounds: int,
     out: Path | None,
@@ -134,13 +143,21 @@ def main(
             raise click.UsageError(f"--tree {name}: {tree} has no src/gristmill")
     options = {"device": device, "quant": quant, **json.loads(limits)}
     with tempfile.TemporaryDirectory() as scratch:
-        path = random_model(model, Path(scratch)) if model in SHAPES else Path(model)
+        asked = {"model": model, "quant": checkpoint, "format": "compressed-tensors", "distinct": distinct}
+        path = made(argparse.Namespace(**asked, layers=None), Path(scratch))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         starts = measure(trees, path, rounds, Path(scratch) / "bytecode", options)
     rows = summary(starts)
     if out is not None:
-        command = f"python -m lab.first_token_trees --model {model} --rounds {rounds} --limits '{limits}'"
+        stored = "".join(
+            f" --{name} {value}"
+            for name, value in (("checkpoint", checkpoint), ("distinct", distinct))
+            if value
+        )
+        command = (
+            f"python -m lab.first_token_trees --model {model}{stored} --rounds {rounds} --limits '{limits}'"
+        )
         about = environment(place("cpu" if device == "cpu" else None).target, command)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_result(out, {"about": about, "options": options, "rows": rows, "starts": starts})

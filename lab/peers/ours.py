@@ -41,12 +41,14 @@ class Choice:
 
     @property
     def adapter(self) -> Adapter:
-        """How it is called, over weights packed in its layout. As in a model, all calls share a workspace."""
+        """How it is called, over weights packed in its layout. As in a model, all calls share a workspace, and outputs are where those of the
+        call before were: peers allocate theirs, and get the same memory again.
+        """
         op = default_registry().op(self.kernel.op)
         workspace = cache(partial(allocate_workspace, op, self.kernel, self.config, self.largest))
         return Adapter(
             op=op.name,
-            bind=partial(_bind, op, self, workspace),
+            bind=partial(_bind, op, self, workspace, cache(_poisoned)),
             pack=partial(_packed, self.layout),
             outputs=partial(_outputs, op),
         )
@@ -114,25 +116,27 @@ def _bind(
     op: Op,
     choice: Choice,
     workspace: Callable[[torch.device], torch.Tensor | None],
+    output: Callable[[int, tuple[int, ...], torch.dtype, torch.device], torch.Tensor],
     problem: Problem,
     arguments: Arguments,
 ) -> Run:
-    launch, tensors = load(choice.kernel), [a for a in arguments if isinstance(a, torch.Tensor)]
-    outs = [
-        torch.full(
-            shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=tensors[0].device
-        )
-        for shape, dtype in (op.like(*arguments) if op.outputs else ())
-    ]
+    launch, device = load(choice.kernel), next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    like = op.like(*arguments) if op.outputs else ()
+    outs = [output(place, tuple(shape), dtype, device) for place, (shape, dtype) in enumerate(like)]
     call = op.Call(*arguments, *outs)
     if "workspace" in op.Call.names:
-        call.workspace = workspace(tensors[0].device)
+        call.workspace = workspace(device)
 
     def run() -> list[torch.Tensor]:
         launch(choice.config, call)
         return outs
 
     return run
+
+
+def _poisoned(place: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The output at a place of a call, which holds nothing that is right."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
 
 
 def _outputs(op: Op, arguments: Arguments, result: Any) -> list[torch.Tensor]:

@@ -343,7 +343,7 @@ class Wrapper:
     def plan(self, *plan: Any, **options: Any) -> None:
         self.planned, self.options = plan, options
 
-    def run(self, q: Tensor, caches: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         plan = self.planned
         begin = plan[0] if self.options.get("causal") else torch.arange(len(q) + 1, dtype=torch.int32)
         first, pages, last, *sizes = plan[-7:]
@@ -351,7 +351,7 @@ class Wrapper:
         table, lengths = table_of(first, pages, last, sizes[3])
         bounds = (q.shape[0], int(lengths.max()), self.options["sm_scale"], self.options["window_left"] + 1)
         rest = (None, None, None, None, None, self.options.get("logits_soft_cap", 0.0))
-        return out.copy_(reference("paged_attention", q, *caches, table, begin, lengths, *bounds, *rest))
+        return reference("paged_attention", q, *caches, table, begin, lengths, *bounds, *rest)
 
 
 def table_of(first: Tensor, pages: Tensor, last: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -364,15 +364,13 @@ def table_of(first: Tensor, pages: Tensor, last: Tensor, block: int) -> tuple[Te
 
 
 class MlaWrapper(Wrapper):
-    def run(self, q: Tensor, rope: Tensor, latents: Tensor, ropes: Tensor, out: Tensor) -> Tensor:
+    def run(self, q: Tensor, rope: Tensor, latents: Tensor, ropes: Tensor) -> Tensor:
         begin, first, pages, lengths, heads, latent, width, block, causal, scale, *_ = self.planned
         assert (heads, latent, width, causal) == (q.shape[1], q.shape[2], rope.shape[2], True)
         table, _ = table_of(first, pages, torch.ones(len(lengths)), block)
         bounds = (1, int(lengths.max()), scale, latent)
         cache = torch.cat((latents, ropes), -1)
-        return out.copy_(
-            reference("mla_attention", torch.cat((q, rope), -1), cache, table, begin, lengths, *bounds)
-        )
+        return reference("mla_attention", torch.cat((q, rope), -1), cache, table, begin, lengths, *bounds)
 
 
 class RaggedWrapper(Wrapper):
@@ -390,8 +388,8 @@ def top_k_top_p_sampling_from_probs(
     return probabilities.argmax(-1).int()
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    return out.copy_(reference("rms_norm", x, weight, eps))
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return reference("rms_norm", x, weight, eps)
 
 
 OPS = (

@@ -487,3 +487,21 @@ def test_ours_may_be_deepgemm_but_no_other_wrapped_library() -> None:
     left_out = ours.Selection("cpu").plans.policy.exclude
     assert "linear_deepgemm" not in left_out and "linear_scaled_mm_torch" not in left_out
     assert {"linear_humming", "rms_norm_flashinfer"} <= {*left_out}
+
+
+def test_outputs_of_ours_are_where_those_of_the_call_before_were() -> None:
+    """As those that a peer allocates in a graph; each candidate has its own."""
+    op = default_registry().op("linear")
+    problem = op.problem("m=2,n=64,k=64")
+    choice = ours.Selection("cpu").choices(op, problem, 0)[0]
+
+    def places() -> list[int]:
+        adapter = choice.adapter
+        arguments = adapter.pack(problem, list(op.inputs(problem, 1, "cpu")))
+        runs = [adapter.bind(problem, arguments) for _ in range(2)]
+        kept.append(outputs := [adapter.outputs(arguments, run())[0] for run in runs])
+        return [out.data_ptr() for out in outputs]
+
+    kept: list[list[torch.Tensor]] = []
+    first, second = places(), places()
+    assert len({*first}) == len({*second}) == 1 and first != second

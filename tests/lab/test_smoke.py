@@ -144,7 +144,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "kv_peer": (as_it_is, "--device cpu --tokens 3 --rounds 1 --out OUT"),
     "first_token_trees": (
         as_it_is,
-        f"--tree now={ROOT} --model {MODEL} --device cpu --rounds 1 --out OUT --limits "
+        f"--tree now={ROOT} --model {MODEL} --checkpoint int4_g128 --device cpu --rounds 1 --out OUT --limits "
         '{"max_seqs":2,"max_batch_tokens":8,"max_model_len":64}',
     ),
     "gemm_ws_costs": (as_it_is, "--out OUT TIMES"),

@@ -73,8 +73,7 @@ def _planned_pages(
 def bind_pages(problem: Problem, arguments: Arguments) -> Run:
     q, k, v, table, begin, lengths = arguments[:6]
     wrapper = _planned_pages(problem, q.dtype, table, begin, lengths, arguments[8], arguments[15])
-    out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
-    return partial(wrapper.run, q.contiguous(), (k, v), out=out)
+    return partial(wrapper.run, q.contiguous(), (k, v))
 
 
 def accepts_latents(problem: Problem) -> str | None:
@@ -105,8 +104,7 @@ def bind_latents(problem: Problem, arguments: Arguments) -> Run:
     q, cache, table, begin, lengths, _, _, scale, latent = arguments[:9]
     wrapper = _planned_latents(problem, q.dtype, table, begin, lengths, scale)
     parts = (q[..., :latent], q[..., latent:], cache[..., :latent], cache[..., latent:])
-    out = torch.full((*q.shape[:2], latent), float("nan"), dtype=q.dtype, device=q.device)
-    return partial(wrapper.run, *parts, out=out)
+    return partial(wrapper.run, *parts)
 
 
 def accepts_dense(problem: Problem) -> str | None:
@@ -163,7 +161,7 @@ def bind_add_norm(problem: Problem, arguments: Arguments) -> Run:
 def bind_norm(problem: Problem, arguments: Arguments) -> Run:
     import flashinfer
 
-    return partial(flashinfer.rmsnorm, *arguments, out=torch.full_like(arguments[0], float("nan")))
+    return partial(flashinfer.rmsnorm, *arguments)
 
 
 PEER = Peer(
