@@ -206,18 +206,25 @@ class EngineProcess:
         self.results.close()
 
 
-def made(options: argparse.Namespace, folder: Path) -> Path:
-    """The directory that all engines load."""
-    model, distinct = Path(options.model), options.distinct
-    if options.model in SHAPES:
+def made(
+    name: str,
+    folder: Path,
+    quant: str | None,
+    form: str = "compressed-tensors",
+    distinct: int | None = None,
+    layers: int | None = None,
+) -> Path:
+    """The directory that engines load: of a model, or of a shape's layers, of which `distinct` are no copies; stored in the number format
+    `quant` first, as checkpoints of `form`."""
+    model = Path(name)
+    if name in SHAPES:
         changes = {} if distinct is None else {"num_hidden_layers": distinct}
-        model = random_model(options.model, folder, **changes)
-    if options.quant:
-        model = quantized(model, options.quant, options.format, folder / options.quant)
-    if options.model not in SHAPES or distinct is None:
+        model = random_model(name, folder, **changes)
+    if quant:
+        model = quantized(model, quant, form, folder / quant)
+    if name not in SHAPES or distinct is None:
         return model
-    layers = options.layers or SHAPES[options.model]["num_hidden_layers"]
-    return repeat_layers(model, distinct, layers, folder / "repeated")
+    return repeat_layers(model, distinct, layers or SHAPES[name]["num_hidden_layers"], folder / "repeated")
 
 
 def wait_for(file: Path, seconds: float) -> None:
@@ -332,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = made(options, folder)
+        model = made(options.model, folder, options.quant, options.format, options.distinct, options.layers)
         gc.collect()
         torch.cuda.empty_cache()  # the memory in which it was made is the engines'
         if options.tokenizer is not None:

@@ -11,7 +11,6 @@ they are loaded does so by `Engine.warm_up`. Medians are compared with the first
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -143,8 +142,7 @@ def main(
             raise click.UsageError(f"--tree {name}: {tree} has no src/gristmill")
     options = {"device": device, "quant": quant, **json.loads(limits)}
     with tempfile.TemporaryDirectory() as scratch:
-        asked = {"model": model, "quant": checkpoint, "format": "compressed-tensors", "distinct": distinct}
-        path = made(argparse.Namespace(**asked, layers=None), Path(scratch))
+        path = made(model, Path(scratch), checkpoint, distinct=distinct)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         starts = measure(trees, path, rounds, Path(scratch) / "bytecode", options)

@@ -40,7 +40,8 @@ def made(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
     small = engine.SHAPES[name] | SMALL[name] | {"vocab_size": 512, "num_key_value_heads": 2}
     monkeypatch.setitem(engine.SHAPES, name, small)
     line = ["--model", name, *OPTIONS[name].split(), "--distinct", "2", "--out", "-"]
-    model = engine_turns.made(engine_turns.arguments(line), folder)
+    given = engine_turns.arguments(line)
+    model = engine_turns.made(given.model, folder, given.quant, given.format, given.distinct, given.layers)
     return model, json.loads((model / "config.json").read_text())
 
 

@@ -38,9 +38,9 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 // A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
 // heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
 // new tokens and max_ctx keys. scale > 0. whole: 1 if contexts that are about equal stay whole where they and the KV
-// heads are about as many pairs as multiprocessors, so that nothing is merged. workspace: at counters_at 2 ctas integers that are zero, and are zero
-// again after the launch; at parts_at 4 ctas (head_dim + 2) 64 bytes. device < 0 asks for the bytes of shared
-// memory.
+// heads are about as many pairs as multiprocessors (spec.py, may_stay_whole), so that nothing is merged. workspace: at
+// counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
+// bytes. device < 0 asks for the bytes of shared memory.
 GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, whole, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
