@@ -118,19 +118,20 @@ def test_the_counters_come_before_what_the_kernels_share() -> None:
 @pytest.mark.parametrize(
     ("text", "configurations"),
     [
-        ("q_tokens=16,seqs=16,max_q=1,max_ctx=1024,total_ctx=16384,heads=32,kv_heads=8", 2),  # 128 pairs
-        ("q_tokens=62,seqs=62,max_q=1,max_ctx=4096,total_ctx=253952,heads=8,kv_heads=2", 2),
-        ("q_tokens=61,seqs=61,max_q=1,max_ctx=4096,total_ctx=249856,heads=8,kv_heads=2", 1),  # 122 of 132
-        ("q_tokens=17,seqs=17,max_q=1,max_ctx=1024,total_ctx=17408,heads=32,kv_heads=8", 1),  # 136
+        ("q_tokens=16,seqs=16,max_q=1,max_ctx=1024,total_ctx=16384,heads=32,kv_heads=8", 2),
+        ("q_tokens=64,seqs=16,max_q=4,max_ctx=4096,total_ctx=65536,heads=32,kv_heads=8,head_dim=64", 2),
+        ("q_tokens=16,seqs=16,max_q=1,max_ctx=4096,total_ctx=65536,heads=16,kv_heads=8,head_dim=96", 1),
         ("q_tokens=16,seqs=16,max_q=1,max_ctx=4096,total_ctx=65536,heads=16,kv_heads=8,head_dim=256", 1),
+        ("q_tokens=9,seqs=9,max_q=1,max_ctx=99,total_ctx=99,heads=8,kv_heads=2,kv=fp8,kv_scale=head", 1),
+        ("q_tokens=16,seqs=16,max_q=1,max_ctx=999,total_ctx=9999,heads=16,kv_heads=8,softcap=true", 1),
         ("q_tokens=512,seqs=1,max_q=512,max_ctx=512,total_ctx=512,heads=32,kv_heads=8", 1),
         ("q_tokens=512,seqs=1,max_q=512,max_ctx=512,total_ctx=512,heads=32,kv_heads=8,head_dim=64", 2),
         ("q_tokens=2,seqs=2,max_q=1,max_ctx=1024,total_ctx=2048,heads=64,kv_heads=1", None),
     ],
 )
 def test_tuning_tries_what_the_kernel_that_runs_reads(text: str, configurations: int | None) -> None:
-    """Tiles of Triton's kernel, None, where that one does; equal contexts whole or not where they and the KV heads are as many pairs as
-    multiprocessors."""
+    """Tiles of Triton's kernel, None, where that one does; four warps of a CTA or eight in decodes of heads of 64 and 128, without codes and soft
+    cap."""
     problem = OP.problem(text)
     assert SPLIT.space is not None
     tried = list(SPLIT.space(problem, HOPPER))
@@ -153,7 +154,7 @@ def test_ranks() -> None:
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 
 
-OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, "prompt_rows": 192, "whole": 0, **launchers.PLACES}
+OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, "prompt_rows": 192, "warps": 4, **launchers.PLACES}
 
 
 def asked(

@@ -15,11 +15,11 @@ uint2 e4m3_to_f16(uint32_t);  // caches of codes are not executed
 
 namespace {
 
-template <typename T, int D, int N>
+template <typename T, int D, int N, int WARPS = 4>
 void kernel(void* parameters) {
   if (gm::thread() == 0) std::memset(gm::smem, 0xff, sizeof gm::smem);  // NaN
   gm::block_sync();
-  gm::paged_decode<gm::Floats<T>, D, N, false>(*static_cast<gm::DecodeParams*>(parameters), {});
+  gm::paged_decode<gm::Floats<T>, D, N, false, WARPS>(*static_cast<gm::DecodeParams*>(parameters), {});
 }
 
 struct Compiled {
@@ -28,6 +28,9 @@ struct Compiled {
 };
 constexpr Compiled kCompiled[] = {
     {"paged_decode_bf16_d64", kernel<__nv_bfloat16, 64, 8>},
+    {"paged_decode_bf16_d64_wide", kernel<__nv_bfloat16, 64, 8, 8>},
+    {"paged_decode_bf16_d64_rows16", kernel<__nv_bfloat16, 64, 16>},
+    {"paged_decode_bf16_d64_rows16_wide", kernel<__nv_bfloat16, 64, 16, 8>},
     {"paged_decode_bf16_d80_rows16", kernel<__nv_bfloat16, 80, 16>},
     {"paged_decode_bf16_d256", kernel<__nv_bfloat16, 256, 8>},
 };

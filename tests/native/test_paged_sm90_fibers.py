@@ -36,7 +36,7 @@ OP = default_registry().op("paged_attention")
 NAMES = [parameter.name for parameter in OP.parameters]
 OPTIONS = {
     "paged_on_cpu": ("ctas", "part_tiles", "reading", "prompt_rows", "units", "counters_at", "parts_at"),
-    "decode_on_cpu": ("ctas", "whole", "counters_at", "parts_at"),
+    "decode_on_cpu": ("ctas", "warps", "counters_at", "parts_at"),
 }
 """Of the entries."""
 PAD = 8
@@ -100,7 +100,7 @@ class Case:
         parts: int = 0,
         rows: int = PROMPT_ROWS,
         decode: bool = False,
-        whole: int = 0,
+        warps: int = 4,
     ) -> list[Tensor]:
         """parts: tiles of keys of a part of a context, 0 for whole ones. rows: of a tile of prompts. decode: by the kernel for few rows."""
         q = self.given["q"]
@@ -112,7 +112,7 @@ class Case:
             "part_tiles": parts,
             "reading": READING,
             "prompt_rows": rows,
-            "whole": whole,
+            "warps": warps,
         }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_launch, "ENTRY", Entry(library, "paged_on_cpu", order))
@@ -284,13 +284,19 @@ def test_decodes(decodes: ctypes.CDLL, text: str, ctas: int) -> None:
         assert found < 1, (order, found)
 
 
-def test_equal_contexts_stay_whole(decodes: ctypes.CDLL) -> None:
-    """Six contexts and two KV heads are as many pairs as CTAs: one for each, instead of two whose results are merged in another order. Contexts
-    of different lengths, and batches that leave CTAs idle, are cut as ever."""
-    shape = "seqs=6,max_q=1,max_ctx=1200,total_ctx={},heads=8,kv_heads=2,head_dim=64,sinks=true,lse=true"
-    for total, ctas, changes in ((7200, 12, True), (3000, 12, False), (7200, 16, False)):
-        case = Case(f"q_tokens=6,{shape.format(total)}")
-        cut, whole = (case.computed(decodes, ctas, decode=True, whole=whole) for whole in (0, 1))
-        assert case.error(whole) < 1, (total, ctas)
-        same = all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
-        assert same is not changes, (total, ctas)
+@pytest.mark.parametrize("new", [1, 3])
+def test_ctas_of_twice_as_many_warps(decodes: ctypes.CDLL, new: int) -> None:
+    """Right for contexts of equal and of different lengths, in as many CTAs as pairs of a context and a KV head, in fewer, and in more. The warps
+    of a CTA are added in another order than CTAs are, so results are not those of two CTAs of half as many."""
+    shape = "seqs=6,max_ctx=1200,heads=8,kv_heads=2,head_dim=64,sinks=true,lse=true"
+    for total, ctas in ((7200, 12), (3000, 12), (7200, 5), (7000, 40)):
+        case = Case(f"q_tokens={6 * new},max_q={new},total_ctx={total},{shape}")
+        four, eight = (case.computed(decodes, ctas, decode=True, warps=warps) for warps in (4, 8))
+        assert case.error(eight) < 1, (total, ctas)
+        assert not all(torch.equal(a, b) for a, b in zip(four, eight, strict=True)), (total, ctas)
+
+
+def test_heads_without_such_ctas_have_four_warps(decodes: ctypes.CDLL) -> None:
+    case = Case("q_tokens=3,seqs=3,max_q=1,max_ctx=300,total_ctx=700,heads=8,kv_heads=2,head_dim=256")
+    four, eight = (case.computed(decodes, 6, decode=True, warps=warps) for warps in (4, 8))
+    assert all(torch.equal(a, b) for a, b in zip(four, eight, strict=True))

@@ -11,6 +11,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_COUNTERS_AT,
+    DECODE_WARPS,
     UNITS,
     parts_bytes,
     route,
@@ -39,8 +40,9 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
     call = with_workspace(with_positive_scale(call), parts_bytes(dim, int(config["ctas"])))
     device = q.get_device()
     if decode:
-        # Times in a store may be of configurations without the last key.
-        DECODE.cuda({"ctas": config["ctas"], "whole": config.get("whole", 0), **DECODE_PLACES}, call, device)
+        # Times in a store may be of configurations without the number of warps.
+        warps = config.get("warps", DECODE_WARPS)
+        DECODE.cuda({"ctas": config["ctas"], "warps": warps, **DECODE_PLACES}, call, device)
     else:
         ENTRY.cuda({**config, **PLACES}, call, device)
 

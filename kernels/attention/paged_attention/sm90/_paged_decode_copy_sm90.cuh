@@ -48,12 +48,13 @@ inline int even_pieces(int seqs, int pieces) {
   return used * 16 >= pieces * 15 ? each : 0;
 }
 
-// D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches.
-template <int D, int N, int BYTES = 2>
+// D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches. WARPS: of a CTA; with
+// eight, one has as much in flight as two of four, and contexts are merged half as often.
+template <int D, int N, int BYTES = 2, int WARPS = 4>
 struct DecodeShape {
-  static constexpr int kThreads = 128, kWarps = kThreads / 32;
+  static constexpr int kWarps = WARPS, kThreads = WARPS * 32;
   static constexpr int kStep = BYTES == 1 && D <= 128 ? 32 : 16;  // keys of a step
-  static constexpr int kResident = D > 128 ? 1 : 2;               // CTAs per multiprocessor
+  static constexpr int kResident = D > 128 || WARPS > 4 ? 1 : 2;  // CTAs per multiprocessor
   static constexpr int kChunks = D * BYTES / 16;                  // 16-byte chunks of a row
   static constexpr int kQRow = D * 2 + 16;                        // bytes of a row of Q in shared memory
   // Rows of 16-bit elements are in columns of 128 bytes, one behind the other, or padded where they are not made of such.
@@ -147,7 +148,7 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
   constexpr int kRows = 32 / S::kChunks;
   const int lane = threadIdx.x & 31, in = lane / S::kChunks, c = lane % S::kChunks;
   from += in * slot_bytes + c * 16;
-#pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
+#pragma unroll S::kResident == 1 && S::kWarps == 4 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
     // With 256, memory is read slower; but of codes the L2 cache then fetches the rows of the next KV head too, which another
     // CTA copies.
@@ -160,7 +161,8 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
                                           const char* k, const char* v,
                                           const KeyLocations<S::kStep>& locations, uint32_t to) {
   constexpr int kChunks = S::kChunks;
-  constexpr int kUnroll = S::kResident == 1 ? 2 : 16;  // less for large heads, for lack of registers
+  // Less for large heads, for lack of registers.
+  constexpr int kUnroll = S::kResident == 1 && S::kWarps == 4 ? 2 : 16;
   const int lane = threadIdx.x & 31;
   if constexpr (32 % kChunks == 0) {
     if (p.page % 16 == 0 && step * S::kStep >= seq.low && (step + 1) * S::kStep <= seq.context) {
@@ -250,8 +252,8 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to,
   constexpr int kChunks = D / 8;
   const int rows = min(segment.seq.queries * p.group, N);
 #pragma unroll
-  for (int i = 0; i < (N * kChunks + 127) / 128; ++i) {
-    const int piece = threadIdx.x + i * 128, row = piece / kChunks, c = piece % kChunks;
+  for (int i = 0; i < (N * kChunks + S::kThreads - 1) / S::kThreads; ++i) {
+    const int piece = threadIdx.x + i * S::kThreads, row = piece / kChunks, c = piece % kChunks;
     if (row >= N) break;
     const int token = row * p.by_group >> 16, head = segment.head * p.group + row - token * p.group;
     const char* q = static_cast<const char*>(p.q);

@@ -33,6 +33,17 @@
   K(fp16, 1, gm::Floats<__half>, 96, 16, _rows16)         \
   K(fp16, 1, gm::Floats<__half>, 128, 16, _rows16)
 
+// The same, of the kernels whose CTAs have eight warps.
+#define GM_EACH_WIDE(K)                                        \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64, 8, _wide)          \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128, 8, _wide)         \
+  K(fp16, 1, gm::Floats<__half>, 64, 8, _wide)                 \
+  K(fp16, 1, gm::Floats<__half>, 128, 8, _wide)                \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64, 16, _rows16_wide)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128, 16, _rows16_wide) \
+  K(fp16, 1, gm::Floats<__half>, 64, 16, _rows16_wide)         \
+  K(fp16, 1, gm::Floats<__half>, 128, 16, _rows16_wide)
+
 #ifndef __CUDACC__
 
 // Launches the kernel with a soft cap. dtype, head_dim, rows: of GM_EACH.

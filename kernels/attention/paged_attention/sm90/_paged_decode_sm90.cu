@@ -13,19 +13,26 @@
   }
 GM_EACH(GM_ONE)
 
+#define GM_WIDE(type, code, C, d, n, suffix)                                                     \
+  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, n, C::kBytes, 8>::kThreads, 1) \
+      paged_decode_##type##_d##d##suffix(const __grid_constant__ gm::DecodeParams p) {           \
+    gm::paged_decode<C, d, n, false, 8>(p, {});                                                  \
+  }
+GM_EACH_WIDE(GM_WIDE)
+
 #else
 
 namespace {
 
 struct Instance {
   int dtype, head_dim, rows;  // dtype: of q, out and the caches; 0 where the caches hold codes
-  int resident, step;
+  int warps, resident, step;
   unsigned smem;
   gm::CudaKernel kernel;
 };
 template <typename S>
 constexpr Instance instance_of(int dtype, int head_dim, int rows, gm::CudaKernel kernel) {
-  return {dtype, head_dim, rows, S::kResident, S::kStep, S::kBytes, kernel};
+  return {dtype, head_dim, rows, S::kWarps, S::kResident, S::kStep, S::kBytes, kernel};
 }
 
 #define GM_ONE(type, code, C, d, n, suffix)                         \
@@ -33,19 +40,23 @@ constexpr Instance instance_of(int dtype, int head_dim, int rows, gm::CudaKernel
                                                         {GM_CUBIN, "paged_decode_" #type "_d" #d #suffix}),
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
+#define GM_WIDE(type, code, C, d, n, suffix) \
+  instance_of<gm::DecodeShape<d, n, 2, 8>>(code, d, n, {GM_CUBIN, "paged_decode_" #type "_d" #d #suffix}),
+Instance g_wide[] = {GM_EACH_WIDE(GM_WIDE)};
+
 }  // namespace
 
 // A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
 // heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
-// new tokens and max_ctx keys. scale > 0. whole: 1 if contexts that are about equal stay whole where they and the KV
-// heads are about as many pairs as multiprocessors (spec.py, may_stay_whole), so that nothing is merged. workspace: at
-// counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
+// new tokens and max_ctx keys. scale > 0. warps: 8 for CTAs of so many where there are such kernels (spec.py, has_wide), 4
+// otherwise. workspace: at counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
 // bytes. device < 0 asks for the bytes of shared memory.
-GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, whole, counters_at, parts_at)
+GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, warps, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
   if (const int refused = gm::decode_sizes(call, o.ctas, &s)) return refused;
-  Instance* instance = gm::decode_instance(g_instances, call, s);
+  Instance* instance = o.warps == 8 && s.softcap == 0.f ? gm::decode_instance(g_wide, call, s) : nullptr;
+  if (instance == nullptr) instance = gm::decode_instance(g_instances, call, s);
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (s.tokens == 0) return GM_OK;
@@ -53,16 +64,14 @@ GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, whole, counters_at, par
   if (!gm::fill_params(call, s, o.counters_at, o.parts_at, &p)) return GM_E_SHAPE;
   p.pieces = int(o.ctas) * instance->resident / s.kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
-  // A piece has at least a step of keys for each of four warps.
-  const int step = instance->step;
+  // A piece has at least a step of keys for each warp.
+  const int step = instance->step, warps = instance->warps;
   p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
-  const int64_t pairs = int64_t(s.seqs) * s.kv_heads;
-  const bool whole = o.whole == 1 && s.seqs > 1 && pairs <= o.ctas && pairs * 16 >= o.ctas * 15;
-  p.even = whole ? 1 : gm::even_pieces(s.seqs, p.pieces);
+  p.even = gm::even_pieces(s.seqs, p.pieces);
   const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.sequence_cost;
-  const int64_t max_pieces = (int64_t(s.seqs) * each + 3) / 4;
+  const int64_t max_pieces = (int64_t(s.seqs) * each + warps - 1) / warps;
   const gm::Launch shape{.grid_x = unsigned((max_pieces < p.pieces ? max_pieces : p.pieces) * s.kv_heads),
-                         .block = 128,
+                         .block = unsigned(warps * 32),
                          .smem = instance->smem,
                          .pdl = true};
   if (s.softcap > 0.f) {

@@ -40,10 +40,10 @@ __device__ __forceinline__ float* part_of(const DecodeParams& p, int piece, int 
 
 // Epilogue of a segment: reduces the sums of the warps, and writes the result to the output or, if other CTAs have
 // parts of the context, to the workspace; the CTA that finishes last reduces all parts.
-template <typename C, int D, int N>
+template <typename C, int D, int N, int WARPS>
 __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
                                        const Segment& segment, int start, int piece_steps, bool worked) {
-  using S = DecodeShape<D, N, C::kBytes>;
+  using S = DecodeShape<D, N, C::kBytes, WARPS>;
   using T = typename C::Out;
   constexpr bool kCodes = C::kBytes == 1;
   const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
@@ -161,10 +161,10 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
   }
 }
 
-template <typename C, int D, int N, bool CAP>
+template <typename C, int D, int N, bool CAP, int WARPS>
 __device__ __forceinline__ void process_segment(const DecodeParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
                                                 const Segment& segment, int start, int piece_steps) {
-  using S = DecodeShape<D, N, C::kBytes>;
+  using S = DecodeShape<D, N, C::kBytes, WARPS>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
   const DecodeSequence& seq = segment.seq;
   const int* row = p.table + segment.index * p.table_row;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void process_segment(const DecodeParams& p, const Sof
     tile = tile + S::kStage == ring + S::kStages * S::kStage ? ring : tile + S::kStage;
   }
   cp_async_wait<0>();
-  finish<C, D, N>(p, smem, sums, segment, start, piece_steps, works);
+  finish<C, D, N, WARPS>(p, smem, sums, segment, start, piece_steps, works);
 }
 
 // The steps of a sequence plus its fixed cost, without which a piece of many short contexts would take several
@@ -276,9 +276,9 @@ __device__ __forceinline__ StepSums sum_steps(int mine, int fewest, int most, in
   return sums;
 }
 
-template <typename C, int D, int N, bool CAP>
+template <typename C, int D, int N, bool CAP, int WARPS = 4>
 __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCap<CAP>& cap) {
-  using S = DecodeShape<D, N, C::kBytes>;
+  using S = DecodeShape<D, N, C::kBytes, WARPS>;
   extern __shared__ __align__(128) uint8_t smem[];
   __shared__ int totals[S::kWarps * 3], found[2];
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
@@ -322,7 +322,7 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCa
     const int steps_at = start + lead;
     segment.from = max(begin - steps_at, 0);
     segment.count = min(stop - steps_at, segment.seq.steps) - segment.from;
-    if (segment.count > 0) process_segment<C, D, N, CAP>(p, cap, smem, segment, steps_at, piece_steps);
+    if (segment.count > 0) process_segment<C, D, N, CAP, WARPS>(p, cap, smem, segment, steps_at, piece_steps);
     start += span > 0 ? span : cost_of(p, segment.seq);
   }
 }

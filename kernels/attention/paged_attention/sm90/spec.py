@@ -25,6 +25,8 @@ LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
 DECODE_ROWS = 8
 """Query-head pairs of a KV head that a tile of the kernel for decode has."""
+DECODE_WARPS, WIDE_WARPS = 4, 8
+"""Warps of a CTA of the kernel for decode, of which two run on a multiprocessor at a time, or one of twice as many."""
 MOST_DECODE_ROWS = 16
 """The same, of the tile of twice as many rows, and of the split Triton kernel's; with heads of up to 128, and no codes."""
 UNITS = 2048
@@ -159,13 +161,13 @@ def split_config(problem: Problem, target: Target) -> Config:
         **triton.split_config(problem, target),
         **config(problem, target),
         "part_tiles": PART_TILES,
-        "whole": 0,
+        "warps": DECODE_WARPS,
     }
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     """What the kernel that `route` names may choose. ``triton``: its tiles. ``any``: rows of a tile of prompts, with heads of up to 64
-    elements. ``decode``: whether equal contexts stay whole, where they `may_stay_whole`."""
+    elements. ``decode``: warps of a CTA, where there is a choice (`has_wide`)."""
     base = split_config(problem, target)
     ctas, dim = int(base["ctas"]), problem.integer("head_dim")
     max_q, heads, kv_heads = problem.integers("max_q", "heads", "kv_heads")
@@ -174,15 +176,14 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
         return [{**base, **one} for one in triton.split_space(problem, target)]
     if kernel == "any":
         return [{**base, "prompt_rows": one} for one in ((PROMPT_ROWS, 128) if dim <= 64 else (PROMPT_ROWS,))]
-    pairs = problem.integer("seqs") * kv_heads
-    return [{**base, "whole": one} for one in range(1 + may_stay_whole(pairs, dim, ctas))]
+    wide = has_wide(dim, problem["kv"] != "x", bool(problem["softcap"]))
+    return [{**base, "warps": one} for one in (DECODE_WARPS, *((WIDE_WARPS,) if wide else ()))]
 
 
-def may_stay_whole(pairs: int, head_dim: int, ctas: int) -> bool:
-    """Whether the kernel for decode would cut contexts that are about equal in two, and with ``whole`` does not: two CTAs run on a
-    multiprocessor at a time, and one for each of these pairs of a context and a KV head would leave at most a sixteenth of the
-    multiprocessors idle. FlashAttention-4 has one CTA for each pair."""
-    return head_dim <= LARGEST_HEAD and ctas * 15 <= pairs * 16 <= ctas * 16
+def has_wide(head_dim: int, codes: bool, softcap: bool) -> bool:
+    """Whether the kernel for decode also has CTAs of twice as many warps, of which a multiprocessor has one instead of two: contexts are cut
+    in half as many pieces, or not at all, so that less is merged."""
+    return head_dim in (64, 128) and not codes and not softcap
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
