@@ -124,7 +124,7 @@ def test_decode(x: str, head_dim: int, block_size: int) -> None:
             config = CONFIGS[number % 3]
             config = {**config, "ctas": max(config["ctas"], kv_heads)}  # the kernel needs one CTA per KV head
             for warps in (4, 8):
-                found = relative_error(problem_text, {**config, "warps": warps}, number, decode=True)
+                found = relative_error(problem_text, {**config, "cta_warps": warps}, number, decode=True)
                 assert found < 1, (problem_text, warps)
 
 

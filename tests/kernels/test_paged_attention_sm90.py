@@ -154,7 +154,14 @@ def test_ranks() -> None:
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 
 
-OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, "prompt_rows": 192, "warps": 4, **launchers.PLACES}
+OPTIONS = {
+    "ctas": 132,
+    "part_tiles": 16,
+    "reading": 10,
+    "prompt_rows": 192,
+    "cta_warps": 4,
+    **launchers.PLACES,
+}
 
 
 def asked(

@@ -36,7 +36,7 @@ OP = default_registry().op("paged_attention")
 NAMES = [parameter.name for parameter in OP.parameters]
 OPTIONS = {
     "paged_on_cpu": ("ctas", "part_tiles", "reading", "prompt_rows", "units", "counters_at", "parts_at"),
-    "decode_on_cpu": ("ctas", "warps", "counters_at", "parts_at"),
+    "decode_on_cpu": ("ctas", "cta_warps", "counters_at", "parts_at"),
 }
 """Of the entries."""
 PAD = 8
@@ -112,7 +112,7 @@ class Case:
             "part_tiles": parts,
             "reading": READING,
             "prompt_rows": rows,
-            "warps": warps,
+            "cta_warps": warps,
         }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_launch, "ENTRY", Entry(library, "paged_on_cpu", order))

@@ -41,8 +41,8 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
     device = q.get_device()
     if decode:
         # Times in a store may be of configurations without the number of warps.
-        warps = config.get("warps", DECODE_WARPS)
-        DECODE.cuda({"ctas": config["ctas"], "warps": warps, **DECODE_PLACES}, call, device)
+        warps = config.get("cta_warps", DECODE_WARPS)
+        DECODE.cuda({"ctas": config["ctas"], "cta_warps": warps, **DECODE_PLACES}, call, device)
     else:
         ENTRY.cuda({**config, **PLACES}, call, device)
 

@@ -48,14 +48,14 @@ Instance g_wide[] = {GM_EACH_WIDE(GM_WIDE)};
 
 // A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
 // heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
-// new tokens and max_ctx keys. scale > 0. warps: 8 for CTAs of so many where there are such kernels (spec.py, has_wide), 4
+// new tokens and max_ctx keys. scale > 0. cta_warps: 8 for CTAs of so many where there are such kernels (spec.py, has_wide), 4
 // otherwise. workspace: at counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
 // bytes. device < 0 asks for the bytes of shared memory.
-GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, warps, counters_at, parts_at)
+GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, cta_warps, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
   if (const int refused = gm::decode_sizes(call, o.ctas, &s)) return refused;
-  Instance* instance = o.warps == 8 && s.softcap == 0.f ? gm::decode_instance(g_wide, call, s) : nullptr;
+  Instance* instance = o.cta_warps == 8 && s.softcap == 0.f ? gm::decode_instance(g_wide, call, s) : nullptr;
   if (instance == nullptr) instance = gm::decode_instance(g_instances, call, s);
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);

@@ -161,7 +161,7 @@ def split_config(problem: Problem, target: Target) -> Config:
         **triton.split_config(problem, target),
         **config(problem, target),
         "part_tiles": PART_TILES,
-        "warps": DECODE_WARPS,
+        "cta_warps": DECODE_WARPS,
     }
 
 
@@ -177,7 +177,7 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     if kernel == "any":
         return [{**base, "prompt_rows": one} for one in ((PROMPT_ROWS, 128) if dim <= 64 else (PROMPT_ROWS,))]
     wide = has_wide(dim, problem["kv"] != "x", bool(problem["softcap"]))
-    return [{**base, "warps": one} for one in (DECODE_WARPS, *((WIDE_WARPS,) if wide else ()))]
+    return [{**base, "cta_warps": one} for one in (DECODE_WARPS, *((WIDE_WARPS,) if wide else ()))]
 
 
 def has_wide(head_dim: int, codes: bool, softcap: bool) -> bool:
