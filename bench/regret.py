@@ -118,15 +118,16 @@ class Studied:
 
 def folded(times: dict[str, Any]) -> dict[str, Any]:
     """Times by configuration of one kernel, with what repeats written once: the parts that all of them have as "all", the names of the
-    others as "of", and times by their values as "us"."""
-    split = [config.split(",") for config in times]
-    shared = set(split[0]).intersection(*split)
-    rest = [[part.partition("=") for part in parts if part not in shared] for parts in split]
+    others as "of", and times by their values as "us", empty where a configuration has no such part."""
+    split = [dict(part.split("=", 1) for part in config.split(",") if part) for config in times]
+    shared = dict(set(split[0].items()).intersection(*(parts.items() for parts in split)))
+    names = sorted({name for parts in split for name in parts} - shared.keys())
     return {
-        "all": ",".join(part for part in split[0] if part in shared),
-        "of": ",".join(name for name, _, _ in rest[0]),
+        "all": ",".join(f"{name}={shared[name]}" for name in sorted(shared)),
+        "of": ",".join(names),
         "us": {
-            ",".join(part[2] for part in parts): us for parts, us in zip(rest, times.values(), strict=True)
+            ",".join(parts.get(name, "") for name in names): us
+            for parts, us in zip(split, times.values(), strict=True)
         },
     }
 
@@ -137,7 +138,8 @@ def unfolded(table: dict[str, Any]) -> dict[str, Any]:
     shared = [part for part in table.get("all", "").split(",") if part]
     times = {}
     for values, us in table["us"].items():
-        parts = [f"{name}={value}" for name, value in zip(names, values.split(","), strict=True) if name]
+        pairs = zip(names, values.split(","), strict=True)
+        parts = [f"{name}={value}" for name, value in pairs if name and value]
         times[",".join(sorted(shared + parts, key=lambda part: part.partition("=")[0]))] = us
     return times
 

@@ -159,6 +159,16 @@ def test_the_model_prefers_what_reads_once() -> None:
     assert times == sorted(times)
 
 
+def test_a_token_has_different_experts() -> None:
+    """One token of two experts, 134 tiles each, is one tile too many for 264 CTAs twice; tiles of 128 rows fit, and take 86 us and not 99."""
+    problem = REGISTRY.op("moe").problem("m=1,top_k=2,e=16,h=4096,i=6400")
+    chosen = MOE.config(problem, Target.parse("h200"))
+    assert (chosen["mt1"], chosen["w_rows1"], chosen["grid1"]) == (16, 64, 264)
+    assert shapes._shares(2, 16, 2)[0] == pytest.approx(2.0) and shapes._shares(2, 16, 1)[0] < 1.95
+    assert shapes._shares(48, 16, 2)[0] == pytest.approx(16 * (1 - (14 / 16) ** 24))
+    assert shapes._shares(6, 4, 6)[0] == 4
+
+
 # Where numbers go. What follows repeats the arithmetic of product.cuh, and then asks what every number of y is.
 
 CASES = [

@@ -41,10 +41,12 @@ def test_what_it_takes(axes: str, reason: str | None) -> None:
 
 
 def test_configurations() -> None:
-    """A block per token as long as there are multiprocessors for them."""
+    """A warp to a block as long as the device takes all blocks at a time: 2,000 tokens of 160 experts take 4.7 us on an H200 so, 5.2 us with
+    four warps to a block."""
     kernel, target = KERNELS[0], Target.parse("h200")
-    chosen = [dict(kernel.config(OP.problem(f"m={m},e=256,top_k=8"), target)) for m in (1, 264, 265)]
-    assert chosen == [{"warps": 1}, {"warps": 1}, {"warps": 4}]
+    problems = [OP.problem(f"m={m},e=256,top_k=8") for m in (1, 265, 2000, 2112, 2113)]
+    chosen = [dict(kernel.config(problem, target)) for problem in problems]
+    assert chosen == [{"warps": warps} for warps in (1, 1, 1, 1, 4)]
     assert kernel.space is not None
     space = list(kernel.space(OP.problem("m=1,e=256,top_k=8"), target))
     assert all(config in space for config in chosen)

@@ -15,6 +15,8 @@ MOST_GROUPS = 32
 """A lane, at least, decides on a group."""
 PROCESSORS = 108
 """Of a device that does not say how many it has."""
+BLOCKS = 16
+"""Of a multiprocessor at a time, on devices that take the fewest."""
 
 
 def accepts(problem: Problem) -> str | None:
@@ -28,8 +30,8 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Warps of a block: with few tokens one, so that each has a multiprocessor of its own."""
-    alone = problem.integer("m") <= 2 * (target.multiprocessors or PROCESSORS)
+    """Warps of a block: one as long as the device takes all blocks at a time, so that no place waits for the slowest warp of a block."""
+    alone = problem.integer("m") <= BLOCKS * (target.multiprocessors or PROCESSORS)
     return {"warps": 1 if alone else 4}
 
 

@@ -184,10 +184,15 @@ FROM_MEMORY, FROM_L2 = 20.0, 42.0
 LEAST_PRODUCT, SLOT, TILE, START = 32, 60, 700, 4000
 
 
-def microseconds(choice: Choice, rows: int, experts: int, n: int, k: int, processors: int) -> float:
-    """Expected time of a product of `rows` rows, which experts get at random, by [experts, N, K]; a model, to order choices that have no times."""
+def microseconds(
+    choice: Choice, rows: int, experts: int, n: int, k: int, processors: int, apart: int = 1
+) -> float:
+    """Expected time of a product of `rows` rows, which experts get at random, by [experts, N, K]; a model, to order choices that have no times.
+
+    apart: rows that are known to have different experts, as those of a token have.
+    """
     shape, steps = choice.shape, cdiv(k, STEP)
-    active, counts = _shares(rows, experts)
+    active, counts = _shares(rows, experts, apart)
     tile_rows = shape.w_blocks * choice.w_rows
     across = cdiv(n, tile_rows)
     begun = START + LATENCY
@@ -222,12 +227,15 @@ of a cluster lose by waiting for each other."""
 
 
 @lru_cache(maxsize=256)
-def _shares(rows: int, experts: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """The experts that have rows, on average, and (rows, share of those experts): a few quantiles of rows that are drawn at random."""
+def _shares(rows: int, experts: int, apart: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The experts that have rows, on average, and (rows, share of those experts): a few quantiles of rows that are drawn at random, `apart` of
+    them of different experts."""
     if rows <= 0:
         return 0.0, ()
     mean = rows / experts
-    active = experts * -math.expm1(rows * math.log1p(-1 / experts)) if experts > 1 else 1.0
+    active = (
+        experts * -math.expm1(rows / apart * math.log1p(-apart / experts)) if experts > apart else experts
+    )
     of_active = rows / active
     spread = math.sqrt(max(0.0, mean * (1 - 1 / experts)))
     quantiles = (-1.5, -0.8, -0.4, 0.0, 0.4, 0.8, 1.5)
@@ -235,8 +243,8 @@ def _shares(rows: int, experts: int) -> tuple[float, tuple[tuple[int, float], ..
     return active, tuple((count, 1 / len(counts)) for count in counts)
 
 
-def ranked(rows: int, experts: int, n: int, k: int, processors: int) -> list[Choice]:
+def ranked(rows: int, experts: int, n: int, k: int, processors: int, apart: int = 1) -> list[Choice]:
     """The choices for `rows` rows in all, the fastest expected first."""
     return sorted(
-        choices(k, experts), key=lambda choice: microseconds(choice, rows, experts, n, k, processors)
+        choices(k, experts), key=lambda choice: microseconds(choice, rows, experts, n, k, processors, apart)
     )
