@@ -156,12 +156,17 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 
 
 def split_config(problem: Problem, target: Target) -> Config:
-    """That with contexts in parts, and the tiles of the split Triton kernel."""
+    """That with contexts in parts, and the tiles of the split Triton kernel. CTAs of decodes have eight warps where there is one for each pair
+    of a context and a KV head, as FlashAttention-4 has it: contexts that are about equal stay whole then, and at most a sixteenth of the
+    multiprocessors is idle."""
+    base = config(problem, target)
+    ctas, pairs = int(base["ctas"]), problem.integer("seqs") * problem.integer("kv_heads")
+    wide = has_wide(problem) and ctas * 15 <= pairs * 16 <= ctas * 16
     return {
         **triton.split_config(problem, target),
-        **config(problem, target),
+        **base,
         "part_tiles": PART_TILES,
-        "cta_warps": DECODE_WARPS,
+        "cta_warps": WIDE_WARPS if wide else DECODE_WARPS,
     }
 
 
@@ -176,14 +181,14 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
         return [{**base, **one} for one in triton.split_space(problem, target)]
     if kernel == "any":
         return [{**base, "prompt_rows": one} for one in ((PROMPT_ROWS, 128) if dim <= 64 else (PROMPT_ROWS,))]
-    wide = has_wide(dim, problem["kv"] != "x", bool(problem["softcap"]))
-    return [{**base, "cta_warps": one} for one in (DECODE_WARPS, *((WIDE_WARPS,) if wide else ()))]
+    warps = (DECODE_WARPS, *((WIDE_WARPS,) if has_wide(problem) else ()))
+    return [{**base, "cta_warps": one} for one in warps]
 
 
-def has_wide(head_dim: int, codes: bool, softcap: bool) -> bool:
+def has_wide(problem: Problem) -> bool:
     """Whether the kernel for decode also has CTAs of twice as many warps, of which a multiprocessor has one instead of two: contexts are cut
     in half as many pieces, or not at all, so that less is merged."""
-    return head_dim in (64, 128) and not codes and not softcap
+    return problem.integer("head_dim") in (64, 128) and problem["kv"] == "x" and not problem["softcap"]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
