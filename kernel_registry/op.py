@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.layout import Layout
 
 
+LAST_BUCKET = 8192
+"""The nominal size of a plan's last bucket, every call above 4096; `Op.last_bucket` is what it is selected and timed at."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """The two numbers of a problem: fewest bytes through memory, and arithmetic operations (a multiply-add is two)."""
@@ -102,6 +106,7 @@ class Op:
         check: ``check(problem)`` -> why its values are inconsistent (heads not divisible by KV heads), None if they are not. Open axes have no
             value.
         bucket: the axis whose sizes a plan divides into buckets.
+        last_bucket: the size on that axis that stands for all calls above the largest bucket's.
         shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work), its sizes with the
             remainders of the whole ones by whatever kernels divide them by, 512 at most; None caps the bucket axis at 257.
         pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed for a layout:
@@ -129,6 +134,7 @@ class Op:
     rules: tuple[Callable[..., str | None], ...] = ()
     check: Callable[[Problem], str | None] | None = None
     bucket: str | None = None
+    last_bucket: int = LAST_BUCKET
     shrink: Callable[[Problem], Problem] | None = None
     error: Callable[..., float] | None = None
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
@@ -262,7 +268,7 @@ class Op:
         """The concrete problem that stands for a bucket whose upper bound is `size`."""
         stated = {name: value for name, value in static.values if value is not None}
         if self.bucket is not None:
-            stated[self.bucket] = size
+            stated[self.bucket] = self.last_bucket if size == LAST_BUCKET else size
         for axis in self.axes:
             if axis.dynamic and axis.name not in stated:
                 stated[axis.name] = max(size, axis.minimum)

@@ -17,7 +17,7 @@ from itertools import combinations
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.layout import Layout
-from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.op import LAST_BUCKET, Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
@@ -27,8 +27,6 @@ from gristmill.kernel_registry.target import Target
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024, 2048, 4096)
 """The largest size of each bucket. Between 64 and 512, where a product takes as long as its tiles of rows, there are four to an octave:
 a kernel for 256 rows would multiply 256 of 160."""
-LAST_BUCKET = 8192
-"""The size at which the last bucket, every call above 4096, is selected and timed."""
 FINE = 512
 """`BUCKET_OF` has the sizes up to this one. From here on buckets are octaves."""
 BUCKET_OF = tuple(bisect_left(BUCKETS, size) for size in range(FINE + 1))

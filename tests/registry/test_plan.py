@@ -181,6 +181,17 @@ def test_a_plan_is_for_sizes_of_buckets():
         make_plan(OP, STATIC, {"one_v1": layout("one_v1", 1.0)}, Policy(), lambda p, c: None, sizes=(1, 100))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "last"),
+    [("grouped_linear", "m=1,e=8,n=64,k=64", 32768), ("linear", "m=1,n=64,k=64", 8192)],
+)
+def test_what_the_last_bucket_is_selected_at(name: str, shape: str, last: int):
+    """Rows sorted by expert are as many as tokens times experts of a token: what suits 8,192 of them would run for 32,768."""
+    op = default_registry().op(name)
+    static = op.static(op.problem(shape))
+    assert [op.at_bucket(static, size).integer("m") for size in bucket_sizes()[-2:]] == [4096, last]
+
+
 @pytest.mark.parametrize("op", default_registry().ops.values(), ids=lambda op: op.name)
 def test_every_operation_can_be_planned(op):
     registry = default_registry()

@@ -226,6 +226,7 @@ OP = Op(
     pack=pack,
     unplanned=frozenset({"dense_v1"}),
     bucket="m",
+    last_bucket=32768,  # 4,096 tokens of eight experts each
     examples=problems(
         """
         m=0,e=3,n=16,k=32,x=bf16  m=1,e=1,n=1,k=1,x=fp32,w=fp32  m=33,e=5,n=34,k=67,x=bf16,gather=2
