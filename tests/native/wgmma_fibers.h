@@ -196,7 +196,7 @@ struct Wgmma {
   template <Major B = kMajorK>
   static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
     float* const to = d;
-    const int row = fibers::current % 128 / 32 * 16 + fibers::current % 32 / 4;
+    const int row = thread() % 128 / 32 * 16 + thread() % 32 / 4;
     issue([=] {
       float rows[2][16];
       for (int r = 0; r < 2; ++r) elements(rows[r], a, row + r * 8, false);

@@ -1,0 +1,178 @@
+"""Dense products of a few dozen rows on Hopper: every instance and configuration, tails, strided and unaligned x, epilogues, poisoned and guarded
+outputs, repeated calls, a chain of dependent launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gristmill.autotune.captures import capturing
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.linear.dense_mid_sm90 import _launch
+from gristmill.kernels.linear.dense_mid_sm90.spec import CTAS, ROWS, SPLITS
+from tests.calls import make_call
+from tests.conftest import HAS_GPU
+
+HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+DEVICE = "cuda:0"
+OP = default_registry().op("linear")
+LIMIT = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SPLIT = {"rows": 64, "split": 2, "ctas": 2}
+EVERY = [
+    {"rows": rows, "split": split, "ctas": ctas}
+    for rows in ROWS
+    for split in SPLITS
+    for ctas in range(1, CTAS[rows] + 1)
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: dict[str, int],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Calls the kernel once, into the middle of a poisoned buffer, and checks that the rows around it stay untouched."""
+    m, n = x.shape[0], w.shape[0]
+    buffer = torch.full((m + 2, n // 2 if gated else n), float("nan"), dtype=x.dtype, device=DEVICE)
+    _launch.launch(config, make_call("linear", x, [w], bias, residual, gated, n, None, buffer[1 : m + 1]))
+    assert bool(buffer[0].isnan().all()) and bool(buffer[m + 1].isnan().all())
+    return buffer[1 : m + 1]
+
+
+def expected(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    z = x.double() @ w.double().T
+    z = z if bias is None else z + bias.double()
+    if gated:
+        gate, up = z.chunk(2, -1)
+        z = torch.nn.functional.silu(gate) * up
+    return z if residual is None else z + residual.double()
+
+
+def worst(y: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error over the average size of a result."""
+    return float(((y.double() - reference).abs().max() / reference.square().mean().sqrt()).item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 33, 64, 65, 128])
+def test_every_configuration(m: int, dtype: torch.dtype) -> None:
+    """Tails of N and K, odd N, fewer slots than CTAs of a cluster, rings that are filled many times."""
+    for n, k in ((1, 8), (7, 72), (257, 1000), (64, 2048), (1000, 1536)):
+        x, w = random(m, k, dtype=dtype, seed=m), random(n, k, dtype=dtype, seed=n)
+        reference = expected(x, w)
+        for config in EVERY:
+            y = run(x, w, config)
+            # Rounding of the largest results, and float32 sums.
+            limit = LIMIT[dtype] * max(1.0, float(reference.abs().max())) * 2
+            assert worst(y, reference) < limit, (n, k, config)
+            assert float((y.double() - reference).norm() / reference.norm()) < LIMIT[dtype], (n, k, config)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_epilogues(gated: bool) -> None:
+    for m, n, k in ((1, 514, 256), (33, 96, 520), (64, 2, 64), (17, 4096, 1024), (100, 1030, 512)):
+        width = n // 2 if gated else n
+        x, w, bias, residual = random(m, k), random(n, k, seed=1), random(n, seed=2), random(m, width, seed=3)
+        for config in EVERY:
+            for arguments in ((None, None), (bias, None), (None, residual), (bias, residual)):
+                y, reference = run(x, w, config, *arguments, gated), expected(x, w, *arguments, gated)
+                error = float((y.double() - reference).norm() / reference.norm())
+                assert error < LIMIT[torch.bfloat16], (m, n, k, config)
+
+
+def test_one_changed_weight_shows_in_its_column() -> None:
+    """One-hot rows of x return columns of W, bit by bit."""
+    w = random(300, 640)
+    for first in range(0, 640, 16):
+        x = torch.zeros(40, 640, device=DEVICE, dtype=torch.bfloat16)
+        x[torch.arange(40), (first + torch.arange(40)) % 640] = 1
+        y = w[:, (first + torch.arange(40, device=DEVICE)) % 640].T
+        for config in (SPLIT, {"rows": 256, "split": 3, "ctas": 1}):
+            assert torch.equal(run(x, w, config), y)
+
+
+def test_strided_and_unaligned_rows_of_x() -> None:
+    w, wide = random(130, 256, seed=1), random(49, 1000)
+    for x in (wide[:, 8:264], wide[:, 3:259], wide[::2, :256], wide[:, 1:257][::3]):
+        reference = expected(x, w)
+        assert (
+            float((run(x, w, SPLIT).double() - reference).norm() / reference.norm()) < LIMIT[torch.bfloat16]
+        )
+
+
+def test_a_weight_that_is_not_aligned_is_refused() -> None:
+    flat = random(64 * 64 + 1)
+    with pytest.raises(ValueError, match="contiguous and 16-byte aligned"):
+        run(random(1, 64), flat[1:].view(64, 64), SPLIT)
+
+
+def test_no_rows() -> None:
+    assert run(random(0, 64), random(32, 64), SPLIT).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    "config", [{"rows": 128, "split": 4, "ctas": 2}, {"rows": 64, "split": 3, "ctas": 4}]
+)
+def test_a_hundred_calls_have_the_same_bits(config: dict[str, int]) -> None:
+    x, w = random(50, 4096), random(1024, 4096, seed=1)
+    first = run(x, w, config).clone()
+    for _ in range(100):
+        assert torch.equal(run(x, w, config), first)
+
+
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    """Offsets into W are 64 bits wide."""
+    k, n = 16384, (1 << 31) // 16384 + 32
+    w = torch.zeros(n, k, device=DEVICE, dtype=torch.bfloat16)
+    w[-32:] = random(32, k)
+    x = random(1, k, seed=1)
+    y = run(x, w, {"rows": 256, "split": 1, "ctas": 1})
+    assert not y[:, :-32].any()
+    reference = expected(x, w[-32:])
+    assert float((y[:, -32:].double() - reference).norm() / reference.norm()) < LIMIT[torch.bfloat16]
+
+
+def test_a_chain_of_launches_in_a_graph() -> None:
+    """Each call reads what the one before it wrote, and starts before that one has ended."""
+    weights = [random(512, 512, seed=i) / 22 for i in range(24)]
+    start, buffers = (
+        random(20, 512, seed=99),
+        [torch.empty(20, 512, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)],
+    )
+
+    def chain() -> None:
+        x = start
+        for i, w in enumerate(weights):
+            _launch.launch(SPLIT, make_call("linear", x, [w], None, None, False, 512, None, buffers[i % 2]))
+            x = buffers[i % 2]
+
+    step = start
+    for w in weights:
+        step = run(step, w, SPLIT).clone()
+        torch.cuda.synchronize()
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        chain()
+    for _ in range(20):
+        buffers[1].fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(buffers[1], step)
