@@ -157,6 +157,6 @@ def test_problems_of_no_store_lose_little_by_times_of_their_day() -> None:
     assert not any(one.exact for one in problems), "a shipped store has times of a problem that counts as new"
     assert unknown(problems, "store") == 0
     figures = summary(problems)["store, other problems"]
-    assert figures is not None and figures.problems == 18 and figures.mean < 0.03 and figures.worst < 0.20, (
+    assert figures is not None and figures.problems == 18 and figures.mean < 0.02 and figures.worst < 0.10, (
         figures
     )

@@ -8,11 +8,13 @@ import pytest
 
 from gristmill.autotune.binding import bind
 from gristmill.kernel_registry.policy import Policy, PolicyError
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.select import NoKernelError, Selection, able, select
 from gristmill.kernel_registry.store import Store, Timing, distance, shipped_times, target_key
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.times import LAUNCH_US, Times
 from tests.registry.fakes import BUILD, H200, OP, kernel, problem, timed, verified
 
 
@@ -72,15 +74,22 @@ def test_a_near_problem_speaks_within_a_factor_of_two_and_no_further():
         )
 
 
-def test_near_times_scale_with_the_bytes_of_the_problem():
-    store = timed(
-        verified(a := kernel("a"), at=problem("m=16,n=6000,k=4096")),
-        "a",
-        10.0,
-        at=problem("m=16,n=4000,k=4096"),
-    )
-    selection = choose(a, store=store, at=problem("m=16,n=6000,k=4096"))
-    assert selection.best is not None and selection.best.expected_us == pytest.approx(15.0)
+def launched(at: Problem) -> float:
+    """Microseconds in which an H200 launches a kernel and moves the bytes of a problem."""
+    assert H200.bandwidth_gbs is not None
+    return LAUNCH_US + OP.cost(at).bytes / (H200.bandwidth_gbs * 1e3)
+
+
+def test_near_times_scale_with_the_bytes_of_the_problem_and_not_with_a_launch():
+    """A GPU takes as long to begin a small problem as a large one; a CPU begins at once."""
+    near, here = problem("m=16,n=4000,k=4096"), problem("m=16,n=6000,k=4096")
+    cpu = dataclasses.replace(Target.parse("cpu:avx2"), bandwidth_gbs=100.0, tflops=(("bf16", 10.0),))
+    for target, us in ((H200, 10.0 * launched(here) / launched(near)), (cpu, 15.0)):
+        store = verified(a := kernel("a"), at=here)
+        store.add(Timing("mix", "a", "", {}, str(near), target_key(target), BUILD.key(), 10.0))
+        (candidate,) = choose(a, store=store, at=here, target=target).candidates
+        assert (candidate.source, candidate.expected_us) == ("near", pytest.approx(us, rel=1e-3))
+    assert 10.0 * launched(here) / launched(near) < 13.5
 
 
 def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
@@ -96,8 +105,8 @@ def test_near_times_scale_with_the_kernels_own_cost_model_where_it_has_one():
     }
     assert selection == {
         "even": pytest.approx(10.0),
-        "unsure": pytest.approx(15.0),
-        "plain": pytest.approx(15.0),
+        "unsure": pytest.approx(10.0 * launched(here) / launched(near)),
+        "plain": pytest.approx(10.0 * launched(here) / launched(near)),
     }
 
 
@@ -371,7 +380,7 @@ def test_an_expected_time_follows_the_roofline_where_the_device_is_known():
         at=problem("m=4096,n=4096,k=4096"),
     )
     selection = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
-    assert selection.best is not None and selection.best.expected_us == pytest.approx(200.0)
+    assert selection.best is not None and selection.best.expected_us == pytest.approx(200.0, rel=0.01)
 
 
 @pytest.mark.parametrize("target", ["h200", "sm_89", "gfx942", "cpu:avx2"])
@@ -414,3 +423,18 @@ def test_the_index_of_measured_problems_misses_none_that_is_near() -> None:
     assert all(found(text) == scanned(text) for text in texts) and found(texts[0])
     store.add(shipped[0])
     assert shipped[0].key in found(texts[2]) and found(texts[2]) == scanned(texts[2])
+
+
+@pytest.mark.parametrize("text", ["m=1,n=5120,k=2880", "m=16,n=6144,k=1024"])
+def test_small_dense_products_near_larger_ones_keep_their_kernel(text: str) -> None:
+    """On an H200 linear_torch takes 10.1 and 5.9 us, the kernel for few rows 9.1 and 5.3 us; by bytes alone the near times of the former shrank
+    to less."""
+    op, store = default_registry().op("linear"), Store()
+    for timing in shipped_times():
+        store.add(timing)
+    times = Times(op, op.problem(text), dataclasses.replace(H200, device="NVIDIA H200"), BUILD, store)
+    expected = [
+        times.expected(default_registry().kernel("linear", name))
+        for name in ("linear_dense_decode_sm90", "linear_torch")
+    ]
+    assert expected[0] is not None and expected[1] is not None and expected[0] < expected[1]
