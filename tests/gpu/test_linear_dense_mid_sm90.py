@@ -19,12 +19,11 @@ DEVICE = "cuda:0"
 OP = default_registry().op("linear")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-SPLIT = {"rows": 64, "split": 2, "turns": 1, "ctas": 2}
+SPLIT = {"rows": 64, "split": 2, "ctas": 2}
 EVERY = [
-    {"rows": rows, "split": split, "turns": turns, "ctas": ctas}
+    {"rows": rows, "split": split, "ctas": ctas}
     for rows in ROWS
     for split in SPLITS
-    for turns in ((0, 1) if split > 1 else (0,))
     for ctas in range(1, CTAS[rows] + 1)
 ]
 
@@ -104,7 +103,7 @@ def test_one_changed_weight_shows_in_its_column() -> None:
         x = torch.zeros(40, 640, device=DEVICE, dtype=torch.bfloat16)
         x[torch.arange(40), (first + torch.arange(40)) % 640] = 1
         y = w[:, (first + torch.arange(40, device=DEVICE)) % 640].T
-        for config in (SPLIT, {"rows": 256, "split": 3, "turns": 1, "ctas": 1}):
+        for config in (SPLIT, {"rows": 256, "split": 3, "ctas": 1}):
             assert torch.equal(run(x, w, config), y)
 
 
@@ -128,8 +127,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"rows": 128, "split": 4, "turns": 0, "ctas": 2}, {"rows": 64, "split": 3, "turns": 1, "ctas": 4}],
+    "config", [{"rows": 128, "split": 4, "ctas": 2}, {"rows": 64, "split": 3, "ctas": 4}]
 )
 def test_a_hundred_calls_have_the_same_bits(config: dict[str, int]) -> None:
     x, w = random(50, 4096), random(1024, 4096, seed=1)
@@ -144,7 +142,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     w = torch.zeros(n, k, device=DEVICE, dtype=torch.bfloat16)
     w[-32:] = random(32, k)
     x = random(1, k, seed=1)
-    y = run(x, w, {"rows": 256, "split": 1, "turns": 0, "ctas": 1})
+    y = run(x, w, {"rows": 256, "split": 1, "ctas": 1})
     assert not y[:, :-32].any()
     reference = expected(x, w[-32:])
     assert float((y[:, -32:].double() - reference).norm() / reference.norm()) < LIMIT[torch.bfloat16]

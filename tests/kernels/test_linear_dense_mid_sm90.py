@@ -53,7 +53,7 @@ def test_the_default_is_tried_first_and_nothing_twice(n: int, k: int, m: int) ->
     problem = OP.problem(f"m={m},n={n},k={k}")
     tried = list(KERNEL.space(problem, TARGET))
     assert tried[0] == KERNEL.config(problem, TARGET)
-    assert len(tried) == len({tuple(sorted(config.items())) for config in tried}) <= spec.TRIED
+    assert len(tried) == len({tuple(sorted(config.items())) for config in tried}) <= 70
     times = [KERNEL.estimate_config(problem, config, TARGET) for config in tried]
     assert times == sorted(times) and times[0] > 0
     for config in tried:
@@ -76,7 +76,7 @@ def test_torch_is_the_better_guess_until_times_say_otherwise() -> None:
 
 
 def test_launcher_refuses_weights_that_do_not_fit() -> None:
-    config = {"rows": 64, "split": 1, "turns": 0, "ctas": 1}
+    config = {"rows": 64, "split": 1, "ctas": 1}
     flat, x = torch.zeros(64 * 64 + 1).bfloat16(), torch.zeros(20, 64).bfloat16()
     out = torch.zeros(20, 64).bfloat16()
     for wrong in (flat[1:].view(64, 64), torch.zeros(64, 128).bfloat16()[:, :64]):

@@ -43,7 +43,6 @@ def wrong(
     *,
     rows: int = 64,
     split: int = 1,
-    turns: int = 0,
     ctas: int = 1,
     order: int = 0,
     dtype: torch.dtype = torch.bfloat16,
@@ -77,7 +76,7 @@ def wrong(
     if "residual" in flags:
         args.residual = residual.data_ptr()
     args.m, args.n, args.k, args.type, args.silu_mul = m, n, k, TYPES[dtype], gated
-    args.rows, args.split, args.turns, args.ctas = rows, split, turns, ctas
+    args.rows, args.split, args.ctas = rows, split, ctas
     library.set_order(order)
     if code := library.gm_dense_mid_sm90(ctypes.byref(args)):
         return f"answer {code}"
@@ -105,8 +104,7 @@ def test_every_configuration(library: ctypes.CDLL, rows: int, split: int) -> Non
     """N and K that are no whole tiles and slots, odd N, more CTAs of a cluster than slots."""
     for place, ctas in enumerate(range(1, spec.CTAS[rows] + 1)):
         order = (split + 3 * place) % 8
-        turns = int(split > 1 and (split + place) % 2)
-        options = {"rows": rows, "split": split, "turns": turns, "ctas": ctas, "order": order}
+        options = {"rows": rows, "split": split, "ctas": ctas, "order": order}
         m, n, k = ((33, 100, 328), (7, 77, 136), (64, 60, 200), (20, 9, 72))[place]
         assert wrong(library, m, n, k, **options) is None, options
 
@@ -134,7 +132,7 @@ def test_epilogues(library: ctypes.CDLL, epilogue: str) -> None:
 def test_rings_that_are_filled_many_times(library: ctypes.CDLL, order: int) -> None:
     """Copies and products early and late, clusters and warps that lag."""
     for rows, split, ctas in ((64, 1, 4), (128, 2, 3)):
-        options = {"rows": rows, "split": split, "turns": order // 2 % 2, "ctas": ctas, "order": order}
+        options = {"rows": rows, "split": split, "ctas": ctas, "order": order}
         assert wrong(library, 40, 70, 1096, **options) is None, options
 
 
@@ -195,9 +193,7 @@ FAULTS = {
     "gate is taken for up": ("m * S::kPitch + columns + q", "m * S::kPitch + q"),
     "a bias of gate for up": ("bias(n + p.out_n, count)", "bias(n, count)"),
     "numbers past the end are stored": ("if (i < count) to[i]", "to[i]"),
-    "slices overlap": ("rank : p.steps * rank / p.split, stride", "rank : p.steps * (rank ? rank - 1 : 0) / p.split, stride"),
-    "turns begin at the same step": ("first = p.turns ? rank :", "first = p.turns ? 0 :"),
-    "turns are taken by one": ("stride = p.turns ? p.split : 1", "stride = 1"),
+    "slices overlap": ("const int first = p.steps * rank / p.split", "const int first = p.steps * (rank ? rank - 1 : 0) / p.split"),
     "all warpgroups multiply the same rows": ("warpgroup * (kBlockRows * kStep * 2)", "0"),
     "rows r and r + 8 change places": ("S::kPitch + row + 8] = sums[i + j + 2]", "S::kPitch + row + 8] = sums[i + j]"),
 }  # fmt: skip
@@ -233,16 +229,7 @@ def is_seen(library: ctypes.CDLL) -> bool:
     """Whether one of a few calls is wrong."""
     return any(
         wrong(
-            library,
-            40,
-            n,
-            1160,
-            epilogue,
-            rows=rows,
-            split=split,
-            turns=order % 2,
-            ctas=4 if rows == 64 else 3,
-            order=order,
+            library, 40, n, 1160, epilogue, rows=rows, split=split, ctas=4 if rows == 64 else 3, order=order
         )
         for order in (1, 2, 5, 6)
         for rows, split in ((64, 1), (128, 3))

@@ -45,7 +45,6 @@ def launch(config: Config, call: LinearCall) -> None:
         pdl=1,
         rows=int(config["rows"]),
         split=int(config["split"]),
-        turns=int(config["turns"]),
         ctas=int(config["ctas"]),
     )
     check(cuda_entry("gm_dense_mid_sm90", ARGS)(args), "linear_dense_mid_sm90")

@@ -70,7 +70,7 @@ int run(const Args& a, Instance& one) {
   p.y = a.y, p.bias = a.bias, p.residual = a.residual;
   p.m = a.m, p.n = a.n, p.out_n = a.silu_mul ? a.n / 2 : a.n;
   p.steps = gm::ceil_div(a.k, gm::dense_mid::kStep);
-  p.slots = slots, p.split = a.split, p.turns = a.turns, p.gated = a.silu_mul != 0;
+  p.slots = slots, p.split = a.split, p.gated = a.silu_mul != 0;
   p.vectors =
       p.out_n % 4 == 0 && is_aligned_to_8(a.y) && is_aligned_to_8(a.bias) && is_aligned_to_8(a.residual);
   const int64_t ctas = int64_t(gm::ceil_div(p.out_n, p.gated ? one.rows / 2 : one.rows)) * a.split;

@@ -4,7 +4,7 @@
 
 // The arguments of gm_dense_mid_sm90.
 struct GmLinearDenseMidArgs {
-  static constexpr uint64_t kDigest = 0x2d53e777d0bccca0;
+  static constexpr uint64_t kDigest = 0x15c849d40b63e7f9;
   // ordinal; negative: the entry only answers with the bytes of shared memory of a CTA
   int32_t device;
   // a CUstream of the device
@@ -36,8 +36,6 @@ struct GmLinearDenseMidArgs {
   int32_t rows;
   // CTAs of a cluster, along K: 1 to 8
   int32_t split;
-  // whether these take turns along K, or have a piece of it each
-  int32_t turns;
   // of a multiprocessor, 1 to 4, which share its memory
   int32_t ctas;
 };

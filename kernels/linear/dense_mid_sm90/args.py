@@ -22,7 +22,6 @@ ARGS = ArgumentStruct(
     int32_t pdl;  // programmatic dependent launch
     int32_t rows;  // of W, of a CTA: 64, 128, 192 or 256
     int32_t split;  // CTAs of a cluster, along K: 1 to 8
-    int32_t turns;  // whether these take turns along K, or have a piece of it each
     int32_t ctas;  // of a multiprocessor, 1 to 4, which share its memory
     """,
 )

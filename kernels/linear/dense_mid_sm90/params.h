@@ -21,7 +21,6 @@ struct Params {
   int steps;        // of kStep columns
   int slots;        // of the ring
   int split;        // CTAs of a cluster
-  int turns;        // these take turns along K
   int gated;        // silu(first half of the rows of W) * second half
   int vectors;      // four numbers of y, bias and residual are aligned
 };

@@ -4,8 +4,7 @@
 //  - One warp copies W and x by TMA to a ring of slots of 64 columns, as deep as shared memory allows; warpgroups multiply 64
 //    rows of W each by the same x. W of the first slots is requested before the previous kernel has ended.
 //  - A CTA has `rows` rows of W, which are all of them multiplied by an x that is copied once: x's share of what comes from L2
-//    is M / rows. The CTAs of a cluster have the same rows and a slice of K each: a piece, or every so many steps (`turns`), so that
-//    what they request at a time is close together in memory.
+//    is M / rows. The CTAs of a cluster have the same rows and a slice of K each.
 //  - Sums go to shared memory by rows of x, where the ring was. Every CTA of the cluster then adds a share of the tile's
 //    numbers over all of them, in the order of ranks: the result is bitwise reproducible.
 //  - With silu_mul one half of a CTA's rows are gate and the other half the same rows of up.
@@ -32,20 +31,19 @@ struct Place {
   __device__ __forceinline__ uint32_t empty(uint32_t base) const { return base + index * 16 + 8; }
 };
 
-// Copies `steps` slots, every `stride`-th step from `first` on, by one thread. In front of it: barriers, and W of the first slots.
+// Copies `steps` slots from step `first` on, by one thread. In front of it: barriers, and W of the first slots.
 template <class S>
 struct Producer {
   const CUtensorMap &w_map, &x_map;
   uint32_t base;
-  int slots, first, stride, steps, n0;
+  int slots, first, steps, n0;
 
-  __device__ __forceinline__ int column(int step) const { return (first + step * stride) * kStep; }
   __device__ __forceinline__ void load_w(const Place<S>& place, int step) const {
     mbar_arrive_expect_tx(place.full(base), S::kSlot);
-    tma_load(base + kRing + place.index * S::kWSlot, &w_map, column(step), n0, 0, place.full(base));
+    tma_load(base + kRing + place.index * S::kWSlot, &w_map, (first + step) * kStep, n0, 0, place.full(base));
   }
   __device__ __forceinline__ void load_x(const Place<S>& place, int step) const {
-    tma_load(base + kRing + slots * S::kWSlot + place.index * S::kXSlot, &x_map, column(step), 0,
+    tma_load(base + kRing + slots * S::kWSlot + place.index * S::kXSlot, &x_map, (first + step) * kStep, 0,
              place.full(base));
   }
   __device__ __forceinline__ void begin() const {
@@ -189,12 +187,10 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
   const int tile = blockIdx.x / p.split, rank = blockIdx.x - tile * p.split;
-  const int first = p.turns ? rank : p.steps * rank / p.split, stride = p.turns ? p.split : 1;
-  const int steps =
-      p.turns ? (p.steps + p.split - 1 - rank) / p.split : p.steps * (rank + 1) / p.split - first;
+  const int first = p.steps * rank / p.split, steps = p.steps * (rank + 1) / p.split - first;
   const bool copies = warp == S::kConsumers / 32;
-  const Producer<S> producer{w_map, x_map,  base,  p.slots,
-                             first, stride, steps, tile * (p.gated ? S::kRows / 2 : S::kRows)};
+  const Producer<S> producer{
+      w_map, x_map, base, p.slots, first, steps, tile * (p.gated ? S::kRows / 2 : S::kRows)};
   if (copies && lane == 0) producer.begin();
   __syncwarp();
   __syncthreads();

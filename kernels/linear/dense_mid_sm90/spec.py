@@ -25,8 +25,6 @@ CTAS = {64: 4, 128: 3, 192: 2, 256: 1}
 PROCESSORS, PART = 132, 16
 """Multiprocessors of an H200, and of the smallest of the parts that clusters stay in."""
 PROCESSOR_KB, MOST_SLOTS = 228, 64
-TRIED = 64
-"""Configurations that tuning measures, the fastest expected first."""
 
 
 def width_of(m: int) -> int:
@@ -53,17 +51,16 @@ def accepts(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem, processors: int = PROCESSORS) -> list[dict[str, int]]:
-    """Rows of W of a CTA, CTAs along K, each with a slot at least, whether these take turns, and CTAs that share a multiprocessor's memory.
+    """Rows of W of a CTA, CTAs along K, each with a slot at least, and CTAs that a ring leaves a multiprocessor's memory to.
 
     One more than there are, so that CTAs of the next launch fit beside the last ones of this.
     """
     n, steps = problem.integer("n"), cdiv(problem.integer("k"), STEP)
     return [
-        {"rows": rows, "split": split, "turns": turns, "ctas": ctas}
+        {"rows": rows, "split": split, "ctas": ctas}
         for rows in ROWS
         for split in SPLITS
         if split <= steps
-        for turns in ((0, 1) if split > 1 else (0,))
         for ctas in range(1, min(CTAS[rows], cdiv(cdiv(n, rows) * split, processors) + 1) + 1)
     ]
 
@@ -71,7 +68,7 @@ def configs(problem: Problem, processors: int = PROCESSORS) -> list[dict[str, in
 def microseconds(problem: Problem, config: Config, target: Target) -> float:
     """Expected time of a launch, from rates of other kernels on an H200; not fitted to times of this one.
 
-    Bytes are read from memory at 4.4 TB/s, from L2 at 5.8, and by one multiprocessor at 80 GB/s; a ring is filled once in 1.1 us.
+    Bytes are read from memory at 4.4 TB/s, from L2 at 5.8, and by one multiprocessor at 80 GB/ms; a ring is filled once in 1.1 us.
     """
     m, n, k = (problem.integer(axis) for axis in "mnk")
     rows, split, ctas = (int(config[name]) for name in ("rows", "split", "ctas"))
@@ -107,7 +104,7 @@ def config(problem: Problem, target: Target) -> Config:
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
-    return [candidate for _, candidate in ranked(problem, target)[:TRIED]]
+    return [candidate for _, candidate in ranked(problem, target)]
 
 
 KERNEL = Kernel(
