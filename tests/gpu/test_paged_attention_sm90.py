@@ -123,7 +123,7 @@ def test_decode(x: str, head_dim: int, block_size: int) -> None:
             problem_text = text(mix, heads, kv_heads, **others)
             config = CONFIGS[number % 3]
             config = {**config, "ctas": max(config["ctas"], kv_heads)}  # the kernel needs one CTA per KV head
-            for warps in (4, 8):
+            for warps in (0, 4, 8):
                 found = relative_error(problem_text, {**config, "cta_warps": warps}, number, decode=True)
                 assert found < 1, (problem_text, warps)
 

@@ -296,6 +296,19 @@ def test_ctas_of_twice_as_many_warps(decodes: ctypes.CDLL, new: int) -> None:
         assert not all(torch.equal(a, b) for a, b in zip(four, eight, strict=True)), (total, ctas)
 
 
+@pytest.mark.parametrize(
+    ("seqs", "ctas", "wide"), [(6, 12, True), (6, 13, False), (7, 12, False), (1, 12, True), (2, 12, False)]
+)
+def test_which_ctas_a_call_gets(decodes: ctypes.CDLL, seqs: int, ctas: int, wide: bool) -> None:
+    """With two KV heads: of eight warps for one context, and for as many pairs of a context and a head as CTAs, or nearly."""
+    shape = f"q_tokens={seqs},seqs={seqs},max_q=1,max_ctx=1200,total_ctx={1200 * seqs},heads=8,kv_heads=2"
+    case = Case(f"{shape},head_dim=64,lse=true")
+    own, four, eight = (case.computed(decodes, ctas, decode=True, warps=warps) for warps in (0, 4, 8))
+    same, other = (eight, four) if wide else (four, eight)
+    assert all(torch.equal(a, b) for a, b in zip(own, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
 def test_heads_without_such_ctas_have_four_warps(decodes: ctypes.CDLL) -> None:
     case = Case("q_tokens=3,seqs=3,max_q=1,max_ctx=300,total_ctx=700,heads=8,kv_heads=2,head_dim=256")
     four, eight = (case.computed(decodes, 6, decode=True, warps=warps) for warps in (4, 8))

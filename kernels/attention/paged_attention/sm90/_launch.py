@@ -11,7 +11,6 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_COUNTERS_AT,
-    DECODE_WARPS,
     UNITS,
     parts_bytes,
     route,
@@ -40,8 +39,7 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
     call = with_workspace(with_positive_scale(call), parts_bytes(dim, int(config["ctas"])))
     device = q.get_device()
     if decode:
-        # Times in a store may be of configurations without the number of warps.
-        warps = config.get("cta_warps", DECODE_WARPS)
+        warps = config.get("cta_warps", 0)  # times in a store may be of configurations without it
         DECODE.cuda({"ctas": config["ctas"], "cta_warps": warps, **DECODE_PLACES}, call, device)
     else:
         ENTRY.cuda({**config, **PLACES}, call, device)

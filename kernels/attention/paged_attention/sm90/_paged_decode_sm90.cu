@@ -48,14 +48,19 @@ Instance g_wide[] = {GM_EACH_WIDE(GM_WIDE)};
 
 // A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
 // heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
-// new tokens and max_ctx keys. scale > 0. cta_warps: 8 for CTAs of so many where there are such kernels (spec.py, has_wide), 4
-// otherwise. workspace: at counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
+// new tokens and max_ctx keys. scale > 0. cta_warps: 4 or 8; 0 for 8 where contexts and KV heads are about as many pairs as
+// multiprocessors or where there is one context, 4 otherwise. What has no kernel of 8 (spec.py, has_wide) runs in 4. workspace: at
+// counters_at 2 ctas integers that are zero, and are zero again after the launch; at parts_at 4 ctas (head_dim + 2) 64
 // bytes. device < 0 asks for the bytes of shared memory.
 GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, cta_warps, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
   if (const int refused = gm::decode_sizes(call, o.ctas, &s)) return refused;
-  Instance* instance = o.cta_warps == 8 && s.softcap == 0.f ? gm::decode_instance(g_wide, call, s) : nullptr;
+  if (o.cta_warps != 0 && o.cta_warps != 4 && o.cta_warps != 8) return GM_E_ARG;
+  const int64_t pairs = int64_t(s.seqs) * s.kv_heads;
+  const bool one_each = pairs <= o.ctas && pairs * 16 >= o.ctas * 15;
+  const bool wide = o.cta_warps == 0 ? one_each || s.seqs == 1 : o.cta_warps == 8;
+  Instance* instance = wide && s.softcap == 0.f ? gm::decode_instance(g_wide, call, s) : nullptr;
   if (instance == nullptr) instance = gm::decode_instance(g_instances, call, s);
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);

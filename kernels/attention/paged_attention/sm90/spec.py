@@ -156,17 +156,12 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 
 
 def split_config(problem: Problem, target: Target) -> Config:
-    """That with contexts in parts, and the tiles of the split Triton kernel. CTAs of decodes have eight warps where there is one for each pair
-    of a context and a KV head, as FlashAttention-4 has it: contexts that are about equal stay whole then, and at most a sixteenth of the
-    multiprocessors is idle."""
-    base = config(problem, target)
-    ctas, pairs = int(base["ctas"]), problem.integer("seqs") * problem.integer("kv_heads")
-    wide = has_wide(problem) and ctas * 15 <= pairs * 16 <= ctas * 16
+    """That with contexts in parts, and the tiles of the split Triton kernel."""
     return {
         **triton.split_config(problem, target),
-        **base,
+        **config(problem, target),
         "part_tiles": PART_TILES,
-        "cta_warps": WIDE_WARPS if wide else DECODE_WARPS,
+        "cta_warps": 0,
     }
 
 
@@ -181,14 +176,23 @@ def split_space(problem: Problem, target: Target) -> Iterable[Config]:
         return [{**base, **one} for one in triton.split_space(problem, target)]
     if kernel == "any":
         return [{**base, "prompt_rows": one} for one in ((PROMPT_ROWS, 128) if dim <= 64 else (PROMPT_ROWS,))]
-    warps = (DECODE_WARPS, *((WIDE_WARPS,) if has_wide(problem) else ()))
-    return [{**base, "cta_warps": one} for one in warps]
+    if not has_wide(problem):
+        return [base]
+    wide = is_wide(problem.integer("seqs"), kv_heads, ctas)
+    return [base, {**base, "cta_warps": DECODE_WARPS if wide else WIDE_WARPS}]
 
 
 def has_wide(problem: Problem) -> bool:
     """Whether the kernel for decode also has CTAs of twice as many warps, of which a multiprocessor has one instead of two: contexts are cut
     in half as many pieces, or not at all, so that less is merged."""
     return problem.integer("head_dim") in (64, 128) and problem["kv"] == "x" and not problem["softcap"]
+
+
+def is_wide(seqs: int, kv_heads: int, ctas: int) -> bool:
+    """Whether the entry takes them for `cta_warps` = 0, from the sizes of a call: for one context, and where each pair of a context and a KV
+    head has a CTA and at most a sixteenth of the multiprocessors is idle, as FlashAttention-4 has it: contexts that are about equal stay
+    whole then."""
+    return seqs == 1 or ctas * 15 <= seqs * kv_heads * 16 <= ctas * 16
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
