@@ -3,7 +3,7 @@
 Limited by reading W once. TMA copies W and x to rings in shared memory, warpgroups multiply 64 rows of W each, and the CTAs of
 a cluster share K and add their sums in a fixed order. docs/performance/linear_dense.md has the design.
 
-No device has run it yet. It has no estimate, and ranks below torch's product: it is selected where times say that it is faster.
+It has no estimate, and ranks below the product of torch: it is selected where times say that it is faster.
 """
 
 from __future__ import annotations
