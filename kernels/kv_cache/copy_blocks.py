@@ -68,13 +68,8 @@ def inputs(problem: Problem, seed: int, device: str) -> list[torch.Tensor]:
 
     source = plane(t + 4)[:, : t + 3]
     factors = torch.randint(-(1 << 62), 1 << 62, (words,), generator=draw.generator)
-    return [
-        source.to(device),
-        plane(2 * t + 1).to(device),
-        chosen(t + 3),
-        chosen(2 * t + 1),
-        factors.to(device),
-    ]
+    planes = [source.to(device), plane(2 * t + 1).to(device)]
+    return [*planes, chosen(t + 3), chosen(2 * t + 1), factors.to(device)]
 
 
 def cost(problem: Problem) -> Cost:

@@ -149,22 +149,13 @@ def test_problems_left_out_of_tuning_lose_little_by_the_committed_times() -> Non
     assert store is not None and store.mean < 0.02 and store.worst < 0.10, store
 
 
-@pytest.mark.parametrize(("suite", "mean"), [("rows", 0.03), ("experts", 0.035)])
-def test_operations_beside_linear_lose_little_by_the_committed_times(suite: str, mean: float) -> None:
-    """Problems that no shipped store has: the goal is a mean of 3 %, which one token of a few experts in bf16 misses."""
+@pytest.mark.parametrize("suite", ["rows", "experts"])
+def test_problems_of_no_store_lose_little_by_times_of_their_day(suite: str) -> None:
+    """Of operations beside linear with weights of few bits, with the times of every candidate on an H200. No shipped store has their times, but cost
+    models were fitted to them among others. Every pick is among the candidates."""
     path = ROOT / f"bench/results/h200/kernelbench/regret_{suite}.json"
-    others = summary(replay(json.loads(path.read_text()))[1])["store, other problems"]
-    assert others is not None and others.problems >= 7 and others.mean < mean and others.worst < 0.15, others
-
-
-def test_problems_of_no_store_lose_little_by_times_of_their_day() -> None:
-    """Problems of the suites `rows_regret` and `experts_regret`: their times on an H200, of every candidate within 1.6 times the best. No shipped
-    store has their times, but cost models were fitted to them among others. Every pick is among the candidates."""
-    data = json.loads((Path(__file__).parent / "unseen_h200.json").read_text())
-    problems = replay(data)[1]
+    problems = replay(json.loads(path.read_text()))[1]
     assert not any(one.exact for one in problems), "a shipped store has times of a problem that counts as new"
     assert unknown(problems, "store") == 0
-    figures = summary(problems)["store, other problems"]
-    assert figures is not None and figures.problems == 18 and figures.mean < 0.02 and figures.worst < 0.10, (
-        figures
-    )
+    others = summary(problems)["store, other problems"]
+    assert others is not None and others.problems >= 7 and others.mean < 0.02 and others.worst < 0.15, others

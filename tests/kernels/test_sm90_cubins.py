@@ -327,7 +327,10 @@ def test_decode_attention(step: int) -> None:
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_decode_")]
     names = {f"paged_decode_{x}_d{d}" for x in ("bf16", "fp16", "codes") for d in (64, 80, 96, 128, 192, 256)}
     names |= {f"paged_decode_{x}_d{d}_rows16" for x in ("bf16", "fp16") for d in (64, 80, 96, 128)}
-    names |= {f"{name}_cap" for name in names}
+    wide = {
+        f"paged_decode_{x}_d{d}{n}_wide" for x in ("bf16", "fp16") for d in (64, 128) for n in ("", "_rows16")
+    }
+    names |= {f"{name}_cap" for name in names} | wide
     assert {name for name, _, _ in usage} == names
     assert all(registers <= 255 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name, text in bodies(names, step).items():
@@ -394,7 +397,7 @@ def test_varlen_attention() -> None:
 
 def test_dense_decode() -> None:
     """Weights go to registers by 16-byte loads, a ring of them before the kernel waits for its predecessor; nothing is spilled."""
-    usage = [row for rows in resources().values() for row in rows if row[0].startswith("dense_")]
+    usage = [row for rows in resources().values() for row in rows if re.match("dense_[bf]", row[0])]
     assert {name for name, _, _ in usage} == {
         f"dense_{x}_{columns}_{tiles}" for x in ("fp16", "bf16") for columns in (8, 16) for tiles in (1, 2)
     }

@@ -39,15 +39,13 @@ def slots(m: int, rows: int, ctas: int) -> int:
 
 def accepts(problem: Problem) -> str | None:
     """At most 128 rows of x, in the dtype of the weight, and rows of whole 16-byte words."""
+    dtype, weight = problem.text("x"), str(QuantScheme.parse(problem.text("w")))
+    if dtype not in ("fp16", "bf16") or weight != dtype:
+        return f"multiplies fp16 by fp16 or bf16 by bf16, not {dtype} by {weight}"
     m, k = problem.integers("m", "k")
     if m > MOST_ROWS:
         return f"made for M <= {MOST_ROWS}, not {m}"
-    if k % 8 or k == 0:
-        return f"reads 8 columns at a time, K = {k} is not a multiple"
-    dtype, weight = problem.text("x"), str(QuantScheme.parse(problem.text("w")))
-    if dtype in ("fp16", "bf16") and weight == dtype:
-        return None
-    return f"multiplies fp16 by fp16 or bf16 by bf16, not {dtype} by {weight}"
+    return f"reads 8 columns at a time, K = {k} is not a multiple" if k % 8 or k == 0 else None
 
 
 def configs(problem: Problem, processors: int = PROCESSORS) -> list[dict[str, int]]:
