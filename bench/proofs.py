@@ -63,10 +63,23 @@ def row(example: Example, outcome: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def report(here: Place, rows: Sequence[dict[str, Any]], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The content of a report; `refused` has the kernels of which nothing ran, with the reason."""
+def report(
+    here: Place,
+    rows: Sequence[dict[str, Any]],
+    refused: Mapping[str, str],
+    renewed: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The content of a report; `refused` has the kernels of which nothing ran, with the reason, `renewed` is the report of which rows were kept."""
     content = result_file.record(here, rows, kind=KIND, refused=dict(refused))
+    if renewed is not None:
+        content["renewed"] = {"when": renewed["when"], "environment": renewed["environment"]}
     return content | {"digest": digest(content)}
+
+
+def proving(data: Mapping[str, Any], registry: Registry) -> list[dict[str, Any]]:
+    """The rows of a report that prove the present code of their kernel."""
+    proven = {name for name, finding in judged(data, registry).items() if finding.state == "proven"}
+    return [one for one in data["rows"] if one["kernel"] in proven]
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.autotune.place import Place
 from gristmill.bench import options
 from gristmill.bench.examples import Example, examples
 from gristmill.bench.out_file import OutFile, unwritable
@@ -27,6 +28,12 @@ COUNTING = ("failed", "proven")
 )
 @options.workers(1, "Child processes that compile and verify at a time.")
 @click.option(
+    "--renew",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A report of such a device: run what it does not prove, and keep the rest.",
+)
+@click.option(
     "--check",
     "files",
     multiple=True,
@@ -43,6 +50,7 @@ def prove(
     kernel_name: str | None,
     out: Path | None,
     workers: int,
+    renew: Path | None,
     files: tuple[Path, ...],
     as_json: bool,
 ) -> None:
@@ -50,16 +58,20 @@ def prove(
 
     \b
     kernelbench prove --target gfx1100             writes proof_gfx1100.json
+    kernelbench prove --renew proof_gfx1100.json   runs the kernels whose code has changed since
     kernelbench prove --check proof_gfx1100.json   what the report proves of the present code
 
     Kernels are verified as by kernelbench verify. The report has the device, driver and versions, and per kernel and example the
     hash of the code that ran, the error and the tolerance. It counts as the grade "elsewhere" for a kernel as long as its code
     has that hash, and a failure counts against the kernel. Exit status 1 if any kernel is wrong; the report is written anyway, also
-    after Ctrl-C, with what ran until then. With --check: 1 if no report counts for or against any kernel.
+    after Ctrl-C, with what ran until then. With --renew the report has the rows of FILE that prove a kernel's present code, and what
+    FILE says of its own run. With --check: 1 if no report counts for or against any kernel.
     """
     if files:
-        if any(given is not None for given in (target, op_name, kernel_name, out)):
-            raise click.UsageError("--check runs nothing: give it without --target, --op, --kernel and --out")
+        if any(given is not None for given in (target, op_name, kernel_name, out, renew)):
+            raise click.UsageError(
+                "--check runs nothing: give it without --target, --op, --kernel, --out and --renew"
+            )
         _check(context, files, as_json)
         return
     from gristmill.bench import proofs
@@ -68,6 +80,13 @@ def prove(
     for example in [example for example in runs if proofs.interprets(example.kernel, here.target)]:
         refused[example.kernel.name] = "on a CPU Triton only interprets"
         runs.remove(example)
+    old = None if renew is None else _of_such_a_device(renew, here)
+    kept = () if old is None else proofs.proving(old, default_registry())
+    known = {one["kernel"] for one in kept}
+    if old is not None and runs and all(example.kernel.name in known for example in runs):
+        console.out().print(f"{renew} proves all of it: nothing has run")
+        return
+    runs = [example for example in runs if example.kernel.name not in known]
     if not runs:
         raise click.UsageError(
             f"nothing to prove on {here.target.name}: see kernelbench list --target {here.target.name}"
@@ -80,7 +99,7 @@ def prove(
         for example in console.progress(runs, str, quiet=as_json):
             done.append(proofs.row(example, next(outcomes)))
     finally:  # also after an interrupt: the kernels whose examples all ran are proven
-        content = proofs.report(here, done, refused)
+        content = proofs.report(here, [*kept, *done], refused, old)
         if done:
             proofs.write(path, content)
     if as_json:
@@ -90,6 +109,22 @@ def prove(
         console.out().print(f"{path}: {len(done)} examples of {len({r['kernel'] for r in done})} kernels")
     if any(one["ok"] is False for one in done):
         context.exit(1)
+
+
+def _of_such_a_device(path: Path, here: Place) -> dict[str, Any]:
+    """The report of `path`. UsageError: it is none, or one of another device."""
+    from gristmill.bench import proofs, result_file
+
+    try:
+        data = proofs.read(path)
+    except result_file.ResultError as error:
+        raise click.UsageError(str(error)) from error
+    at = data["environment"]
+    if (at["target"], at.get("device")) != (here.target.name, here.target.device):
+        raise click.UsageError(
+            f"--renew {path}: it is of {at['target']}, {at.get('device')}; this is {here.target.name}, {here.target.device}"
+        )
+    return data
 
 
 def _outcomes(runs: list[Example], device: str, workers: int) -> Any:

@@ -348,6 +348,35 @@ def test_refusals(
     assert not [*tmp_path.glob("*.json")]
 
 
+def test_what_a_report_does_not_prove_is_run_again(tmp_path: Path, proven: dict[str, Any]) -> None:
+    """A row of old code, so that its kernel runs; other kernels' rows are kept as they are."""
+
+    def aged(report: dict[str, Any]) -> None:
+        others = [row | {"kernel": "rms_norm_torch", "code": "0" * 16} for row in report["rows"]]
+        report["rows"] += others
+
+    path, out = changed(tmp_path / "p.json", proven, aged), tmp_path / "new.json"
+    options = ("--op", "rms_norm", "--target", "cpu:avx2", "--renew", path, "--out", out)
+    run(*options)
+    report = proofs.read(out)
+    assert [row for row in report["rows"] if row["kernel"] == KERNEL] == proven["rows"]
+    assert report["renewed"] == {name: proven[name] for name in ("when", "environment")}
+    found = proofs.judged(report, default_registry())
+    assert {name: one.state for name, one in found.items()} == dict.fromkeys(
+        (KERNEL, "rms_norm_torch"), "proven"
+    )
+    assert "proves all of it" in run(
+        "--op", "rms_norm", "--target", "cpu:avx2", "--renew", out, "--out", path
+    )
+    assert len(proofs.read(path)["rows"]) == 2 * len(proven["rows"]), "nothing was to be written"
+
+
+def test_a_report_of_another_device_is_not_renewed(tmp_path: Path, proven: dict[str, Any]) -> None:
+    path = changed(tmp_path / "p.json", proven, lambda report: report["environment"].update(device="Other"))
+    result = CliRunner().invoke(cli, ["prove", "--target", "cpu:avx2", "--renew", str(path)])
+    assert result.exit_code == 2 and "it is of cpu:avx2, Other; this is cpu:avx2" in result.output
+
+
 def test_the_shipped_reports_are_whole() -> None:
     """Their kernels may have changed since; that is for the grades to say (tests/docs/test_tables.py)."""
     reports = [proofs.read(path) for path in sorted(grades.PROOFS.glob("*.json"))]
