@@ -3,6 +3,8 @@ outputs, repeated calls, a chain of dependent launches."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,13 +14,13 @@ from gristmill.kernels.linear.dense_mid_sm90 import _launch
 from gristmill.kernels.linear.dense_mid_sm90.spec import CTAS, ROWS, SPLITS
 from tests.calls import make_call
 from tests.conftest import HAS_GPU
+from tests.gpu import dense_products
+from tests.gpu.dense_products import DEVICE, LIMIT, expected, random, worst
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
-DEVICE = "cuda:0"
 OP = default_registry().op("linear")
-LIMIT = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+run = partial(dense_products.run, _launch.launch)
 SPLIT = {"rows": 64, "split": 2, "ctas": 2}
 EVERY = [
     {"rows": rows, "split": split, "ctas": ctas}
@@ -26,47 +28,6 @@ EVERY = [
     for split in SPLITS
     for ctas in range(1, CTAS[rows] + 1)
 ]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
-
-
-def run(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    config: dict[str, int],
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """Calls the kernel once, into the middle of a poisoned buffer, and checks that the rows around it stay untouched."""
-    m, n = x.shape[0], w.shape[0]
-    buffer = torch.full((m + 2, n // 2 if gated else n), float("nan"), dtype=x.dtype, device=DEVICE)
-    _launch.launch(config, make_call("linear", x, [w], bias, residual, gated, n, None, buffer[1 : m + 1]))
-    assert bool(buffer[0].isnan().all()) and bool(buffer[m + 1].isnan().all())
-    return buffer[1 : m + 1]
-
-
-def expected(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    z = x.double() @ w.double().T
-    z = z if bias is None else z + bias.double()
-    if gated:
-        gate, up = z.chunk(2, -1)
-        z = torch.nn.functional.silu(gate) * up
-    return z if residual is None else z + residual.double()
-
-
-def worst(y: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error over the average size of a result."""
-    return float(((y.double() - reference).abs().max() / reference.square().mean().sqrt()).item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

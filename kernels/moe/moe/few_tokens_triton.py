@@ -32,11 +32,11 @@ SHAPES = ((2, 1024, 4), (4, 512, 4), (4, 1024, 8), (8, 512, 8), (8, 256, 4))
 MORE = ((1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 2048, 8), (4, 256, 2))
 """Those that are tried for one product only."""
 DEFAULT = (SHAPES[0], MORE[0])
-"""Of both products. One row a program is the fastest for the second: by 5 and 7 % beside two, of two models' single tokens on an H200."""
+"""Of both products. One row per program is the fastest for the second: by 5 and 7 % beside two, of two models' single tokens on an H200."""
 
 LAUNCHES, READS = 11.6, 1.06
 """Microseconds of both launches; the bandwidth at which weights are read, by that of a copy. Fitted to one token of 2 of 16 and of 6 of 64 experts on
-an H200. Those of 8 of 128, on another, are 2 % longer, of two and four such tokens with two rows a program of the second product 8 and 7 %."""
+an H200. Those of 8 of 128, on another, are 2 % longer, of two and four such tokens with two rows per program of the second product 8 and 7 %."""
 
 
 @jit
