@@ -69,10 +69,13 @@ def report(
     refused: Mapping[str, str],
     renewed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of a report; `refused` has the kernels of which nothing ran, with the reason, `renewed` is the report of which rows were kept."""
+    """The content of a report; `refused` has the kernels of which nothing ran, with the reason. renewed: the report of which rows were kept, some
+    of them of earlier ones perhaps."""
     content = result_file.record(here, rows, kind=KIND, refused=dict(refused))
     if renewed is not None:
-        content["renewed"] = {"when": renewed["when"], "environment": renewed["environment"]}
+        content["renewed"] = {
+            name: renewed[name] for name in ("when", "environment", "renewed") if name in renewed
+        }
     return content | {"digest": digest(content)}
 
 

@@ -84,7 +84,10 @@ def prove(
     kept = () if old is None else proofs.proving(old, default_registry())
     known = {one["kernel"] for one in kept}
     if old is not None and runs and all(example.kernel.name in known for example in runs):
-        console.out().print(f"{renew} proves all of it: nothing has run")
+        if as_json:
+            console.emit(old)
+        else:
+            console.out().print(f"{renew} proves all of it: nothing has run")
         return
     runs = [example for example in runs if example.kernel.name not in known]
     if not runs:
@@ -112,13 +115,10 @@ def prove(
 
 
 def _of_such_a_device(path: Path, here: Place) -> dict[str, Any]:
-    """The report of `path`. UsageError: it is none, or one of another device."""
-    from gristmill.bench import proofs, result_file
+    """The report of `path`. ResultError: it is none. UsageError: it is of another device."""
+    from gristmill.bench import proofs
 
-    try:
-        data = proofs.read(path)
-    except result_file.ResultError as error:
-        raise click.UsageError(str(error)) from error
+    data = proofs.read(path)
     at = data["environment"]
     if (at["target"], at.get("device")) != (here.target.name, here.target.device):
         raise click.UsageError(

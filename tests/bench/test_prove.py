@@ -365,6 +365,10 @@ def test_what_a_report_does_not_prove_is_run_again(tmp_path: Path, proven: dict[
     assert {name: one.state for name, one in found.items()} == dict.fromkeys(
         (KERNEL, "rms_norm_torch"), "proven"
     )
+    later = proofs.report(examples("cpu:avx2", "rms_norm", KERNEL)[0], report["rows"], {}, report)
+    assert later["renewed"]["renewed"] == report["renewed"], "the run of the oldest rows"
+    again = ("--op", "rms_norm", "--target", "cpu:avx2", "--renew", out)
+    assert json.loads(run(*again, "--json"))["rows"] == report["rows"]
     assert "proves all of it" in run(
         "--op", "rms_norm", "--target", "cpu:avx2", "--renew", out, "--out", path
     )
